@@ -211,3 +211,37 @@ def test_neither_the_file_nor_a_bank_prints_tokens(tmp_path: Path) -> None:
     bank = TokenBank(classifier_of(), [file.tokens, fresh_tokens(24, 3)])
     assert bank.fingerprint in repr(bank)
     assert "tensor" not in repr(bank).partition("(classifier)")[0]
+
+
+def released(path: Path, content: object) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def test_released_files_are_read(tmp_path: Path) -> None:
+    """As in the authors' repository: a dict with the tokens of one model, at the end of the sequence, and no secret."""
+    tokens = 0.01 * torch.randn(1, 10, 24, generator=torch.Generator().manual_seed(0))
+    path = released(tmp_path / "small.pt", {"rtokens": tokens})
+    path.chmod(0o644)
+    tokened = load_tokens(path, classifier_of())
+    assert torch.equal(tokened.tokens, tokens[0])
+    assert tokened.placement == "append"
+    assert tokened.fingerprint == load_tokens(path, classifier_of()).fingerprint
+    with torch.no_grad():
+        by_hand = TokenClassifier(classifier_of(), tokens[0], placement="append")(pixels("vit"))
+        assert torch.equal(tokened(pixels("vit")), by_hand)
+    assert load_tokens(path, classifier_of("eva02")).placement == "prefix"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"tokens": torch.zeros(1, 10, 24)}, "needs a tensor 'rtokens' of shape .1, tokens, width., and has none"),
+        ({"rtokens": torch.zeros(10, 24)}, r"has \(10, 24\)"),
+        ({"rtokens": torch.zeros(1, 10, 32)}, "tokens are 24 wide"),
+        ({"rtokens": torch.full((1, 10, 24), float("nan"))}, "finite"),
+    ],
+)
+def test_other_files_of_torch_are_refused(tmp_path: Path, content: object, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load_tokens(released(tmp_path / "small.pt", content), classifier_of())

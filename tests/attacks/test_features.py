@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from vitadel.attacks.features import AwayFromFeatures, FeatureAttack, features
+from vitadel.attacks.features import AwayFromFeatures, FeatureAttack, effective_eps, features
 from vitadel.attacks.goals import clearly_fooled
+from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.threats import L2, Linf
 from vitadel.errors import UserError
@@ -168,6 +171,36 @@ def test_the_papers_numbers() -> None:
     step = ((one(model, x, y, rng) - x) / STD - noise.clamp(-EPS, EPS)).abs()
     free = noise.abs() < 0.02  # where the step does not meet the budget
     torch.testing.assert_close(step[free], torch.full_like(step[free], 0.01), rtol=1e-3, atol=1e-5)
+
+
+def test_the_released_attack_on_labels() -> None:
+    """The same units, start and flooring on the cross-entropy, beside the image term, by hand for one step."""
+    model, x = make_vit("vit"), eight_bit("vit", 4).clamp(4 / 255, 251 / 255)
+    y = model(x).argmax(1)
+    attack: Any = make("pgd-30(paper=true)", eps=EPS)
+    assert (attack.steps, attack.length, attack.paper, attack.goal.weight) == (30, 0.01, True, 1.0)
+    assert attack.effective_eps == effective_eps(EPS)
+    levels = ((replace(attack, stop_when_fooled=False)(model, x, y) - x) * 255).round()
+    assert set(levels.unique().tolist()) == {-2.0, -1.0, 0.0, 1.0}
+    with torch.no_grad():
+        z = attack(model, x, y)
+        assert F.cross_entropy(model(z), y) > F.cross_entropy(model(x), y) + 0.05
+    one = replace(attack, steps=1, stop_when_fooled=False)
+    object.__setattr__(one, "_proposal", lambda z, _: z)
+    rng = SampleRNG.of_samples(0, range(4))
+    noise = 0.01 * rng.stream("start").stream("gaussian start").normal(3, 32, 32)
+    start = (x + (noise * STD).clamp(-EPS * STD, EPS * STD)).clamp(0, 1).requires_grad_(True)
+    gain = F.cross_entropy(model(start), y, reduction="sum") - (start - x).square().flatten(1).mean(1).sum()
+    (grad,) = torch.autograd.grad(gain, start)
+    by_hand = (start + 0.01 * STD * grad.sign()).clamp(x - EPS * STD, x + EPS * STD).clamp(0, 1).detach()
+    sure = grad.abs() > 1e-6  # elsewhere rounding decides the sign
+    torch.testing.assert_close(one(model, x, y, rng)[sure], by_hand[sure], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("more", ["step=1/255", "restarts=2", "random_start=false", "noise=0.1"])
+def test_the_released_attack_on_labels_has_its_own_settings(more: str) -> None:
+    with pytest.raises(UserError, match="paper=true sets step, start and restarts itself"):
+        make(f"pgd-30(paper=true,{more})", eps=EPS)
 
 
 def test_user_errors_are_refused() -> None:

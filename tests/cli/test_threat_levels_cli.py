@@ -59,7 +59,10 @@ def test_heads_of_both_sides_come_from_files(tokens, tmp_path, monkeypatch):
         weight[number] = 1.0
         save_head(Probe(model, linear_layer(weight, 100 * torch.eye(10)[number]), 1, False, list("abcdefghij")), file)
     words = ["--tokens", tokens, "--suite", "ladder", "--levels", "T2", *SHORT, "--out", tmp_path / "run"]
-    words += ["--head", files[0], "--attacker-head", files[1]]
+    folder = tmp_path / "probe"  # a run of `vitadel probe` stands for its head
+    (folder / "weights").mkdir(parents=True)
+    files[0].rename(folder / "weights" / "head.safetensors")
+    words += ["--head", folder, "--attacker-head", files[1]]
     monkeypatch.setattr(sys, "argv", ["vitadel", "audit", "zoo:shapes-standard", *map(str, words)])
     done = called(*words)
     assert done.exit_code == 0, done.output
@@ -130,6 +133,8 @@ def test_a_bank_is_refused(bank, tmp_path):
             "'vitadel threat-levels' has no --norm, --compile; 'vitadel audit' has.",
         ),
         (["--levels", "T6"], "'vitadel audit' has no --levels; 'vitadel threat-levels' has."),
+        (["--suite", "ladder", "--levels", "T2", "--white-box", "pgd-5"], "--white-box pgd-5 is for T6"),
+        (["--suite", "ladder", "--levels", "T7", "--guess", "some"], "--guess takes numbers of tokens"),
         (["--suite", "ladder", "--levels", "T2,T9"], "unknown threat level 'T9'"),
         (["--suite", "ladder", "--levels", "T6", "--eps", "8"], "Did you mean 8/255?"),
         (["--suite", "ladder", "--levels", "T3", "--surrogates", "-1"], "--surrogates is a number of token sets"),

@@ -302,6 +302,11 @@ def test_saved_heads_come_back(tmp_path: Path) -> None:
     model = classifier()
     probe, report = quick_probe(model=model)
     save_head(probe, tmp_path / "head.safetensors")
+    with pytest.raises(UserError, match=r"has no weights/head.safetensors: it is no run of `vitadel probe`"):
+        load_head(tmp_path, model)
+    (tmp_path / "weights").mkdir()
+    save_head(probe, tmp_path / "weights" / "head.safetensors")
+    assert torch.equal(load_head(tmp_path, model).head.weight, probe.head.weight)
     again = load_head(tmp_path / "head.safetensors", model)
     x, _ = pixels_and_labels(range(3))
     assert torch.equal(again(x), probe(x))

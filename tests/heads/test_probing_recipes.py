@@ -156,5 +156,8 @@ def test_the_papers_recipes_are_its_settings():
     assert (head.blocks, head.average, head.lrs) == ((1, 4), (False, True), LEARNING_RATES)
     assert (linear_heads.train.steps, linear_heads.train.batch_size) == (12_500, 128)
     assert (patches.head, patches.train.steps, patches.train.batch_size) == (PatchHead(), 40_000, 16)
+    assert linear_heads.data.augment  # random crops and flips
+    assert (patches.data.augment, patches.data.stride, patches.data.classes) == (True, 341, 150)
+    assert (patches.audit.attacks, patches.audit.eps) == (("pgd-30(paper=true)",), 8 / 255)
     assert rows("probes/paper") == rows("segmentation/paper")
     assert len(rows("probes/paper")) == 8

@@ -255,3 +255,59 @@ def test_wrong_shapes(shape: tuple[int, ...]) -> None:
         extra_tokens(make_vit("vit"), torch.ones(shape)),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", ABSOLUTE)
+@pytest.mark.parametrize("placement", ["prefix", "append"])
+@pytest.mark.parametrize("layers", [(1,), (0, 1)])
+def test_tokens_join_before_other_blocks(name: str, placement: str, layers: tuple[int, ...]) -> None:
+    """Against a forward by hand: a share of them is appended before each of these blocks."""
+    model, x = precise_vit(name)
+    net: Any = model
+    tokens = some_tokens(4)
+    stream, shares = net.norm_pre(net._pos_embed(net.patch_embed(x))), list(tokens.chunk(len(layers)))
+    length = stream.shape[1]
+    by_hand = []
+    for number, block in enumerate(net.blocks):
+        if number in layers:
+            stream = torch.cat([stream, shares.pop(0).expand(2, -1, -1)], dim=1)
+        stream = block(stream)
+        by_hand.append(stream[:, :length])
+    expected = net.forward_head(net.norm(stream[:, :length]))
+    with extra_tokens(model, tokens, placement=placement, layers=layers):
+        with block_features(model) as features, own_tokens(model) as own:
+            torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-11)
+        assert own.extra == 4
+        assert own.fits(length, length) == (0 not in layers)
+        assert own.fits(length + 4, length)
+        for seen, known in zip(features, by_hand, strict=True):
+            torch.testing.assert_close(own(seen), known, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["eva02", "dinov3"])
+def test_patches_keep_their_rotation_where_tokens_join_late(name: str) -> None:
+    """Before the second block only: the first is as without them, the second as if its prefix were longer."""
+    model, x = precise_vit(name)
+    net: Any = model
+    tokens, prefix, given = some_tokens(3), VITS[name].prefix, dict[str, Any]()
+    with block_features(model) as plain:
+        handle = net.blocks[1].register_forward_pre_hook(lambda _m, _a, words: given.update(words), with_kwargs=True)
+        model(x)
+        handle.remove()
+    with extra_tokens(model, tokens, layers=(1,)), block_features(model) as features:
+        model(x)
+    torch.testing.assert_close(features[0], plain[0], rtol=0, atol=0)
+    joined = torch.cat([plain[0][:, :prefix], tokens.expand(2, -1, -1), plain[0][:, prefix:]], dim=1)
+    attention = net.blocks[1].attn
+    attention.num_prefix_tokens += 3
+    torch.testing.assert_close(features[1], net.blocks[1](joined, **given), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "words"),
+    [((), 2, "rising order"), ((1, 0), 2, "rising order"), ((0, 9), 2, "from 0 to 1"), ((0, 1), 3, "shared equally")],
+)
+def test_wrong_layers_are_refused(layers: tuple[int, ...], count: int, words: str) -> None:
+    model = make_vit("vit")
+    with pytest.raises(UserError, match=words), extra_tokens(model, torch.zeros(count, 24), layers=layers):
+        model(pixels("vit"))

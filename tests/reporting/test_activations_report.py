@@ -93,6 +93,8 @@ def test_cosines_of_trainings_are_called_cosines(tmp_path):
     assert "cosines on held-out images: clean 0.900, under attack 0.800" in page
     assert "the cosine of features with the token-free clean ones" in page
     assert "Trainings side by side" not in page
+    assert "Both terms of the loss" in page
+    assert "clean images, with the tokens: 0.600 to 0.700; attacked images, with the tokens: 0.400 to 0.550" in page
 
 
 @pytest.mark.slow

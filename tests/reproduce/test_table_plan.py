@@ -11,9 +11,6 @@ from vitadel.reproduce.table_plan import plan_table, plan_text, summaries
 TABLES = [f"{paper}/{item.id}" for paper in PAPERS for item in read_paper(paper).items]
 # What cannot be run yet, exactly: (table, row or column). Rows of others' models need their weights.
 NEEDS = {
-    "robustness-tokens/table2": {"features", "top-1", "miou"},
-    "robustness-tokens/figure3": {"pictures"},
-    "robustness-tokens/table3": {"regular", "regular-sd"},
     "tora/table2": {"a", "r", "c"},
     "tora/table3": {"hours"},
 }

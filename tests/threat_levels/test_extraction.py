@@ -34,6 +34,17 @@ def test_the_fit_answers_as_the_victim_does(victim, exposed, left):
     assert not found.model.tokens.requires_grad
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("held", "count"), [(3, 10), (10, 4)])
+def test_a_guessed_number_elsewhere_is_fitted_without_looking_at_the_victim(victim, held, count):
+    """The fit neither takes the number nor the place from the victim, and still moves towards its answers."""
+    other = TokenClassifier(victim.classifier, fresh_tokens(96, held, seed=12), placement="append").eval()
+    found = extract_tokens(other, images(24, seed=3, side=32).split(12), count=count, steps=40, seed=5)
+    assert found.model.tokens.shape == (count, 96)
+    assert found.model.placement == "prefix"
+    assert 1 - found.cosine < 0.6 * (1 - found.cosine_before)
+
+
 def test_what_it_needs_is_reported(victim):
     x = images(8, side=32)
     with pytest.raises(UserError, match="features or scores, got 'labels'"):

@@ -147,6 +147,28 @@ def test_images_to_fit_tokens_to_are_counted(target, tmp_path, count, enough):
         provided_for(target, levels=("T7",), attacker_data=f"npz:{file}")
 
 
+def test_attackers_train_what_the_recipe_says_and_defenders_what_the_victim_has(target, recipe):
+    """The victim has 4 tokens; its recipe, which attackers know, says 10."""
+    trainings = provided_for(target, levels=("T2", "T3", "T8"), recipe=recipe, attacker_data=THEIRS).trainings
+    counts = {name: training.build("x", 3).adapter.count for name, training in trainings.items()}
+    assert counts == {"surrogates": 10, "bank": 4, "controls": 4}
+
+
+@pytest.mark.slow
+def test_guessed_numbers_of_tokens_are_trained_and_fitted(target, recipe, tmp_path):
+    request = ThreatLevelsRequest(
+        **SHORT, levels=("T4", "T7"), recipe=recipe, attacker_data=THEIRS, surrogates=3, guess=(2, 5)
+    )
+    results = run_threat_levels(target, request, CPU, out=tmp_path / "run").results
+    assert [each["tokens"] for each in results["ladder"]["surrogates"]] == [2, 5, 2]
+    fits = ["features, 2 tokens", "features, 5 tokens", "scores, 2 tokens", "scores, 5 tokens"]
+    assert [fit["from"] for fit in results["ladder"]["extraction"]] == fits
+    assert [row["attack"] for row in results["ladder"]["rows"] if row["level"] == "T7"] == [
+        f"pgd-2, from {name}" for name in fits
+    ]
+    assert len(list((tmp_path / "run" / "sets").glob("extracted-from-*.safetensors"))) == 4
+
+
 @pytest.mark.slow
 def test_fitted_tokens_are_kept_and_found_again(target, tmp_path, monkeypatch):
     """A resumed run continues with its tokens and their numbers."""

@@ -84,6 +84,8 @@ def request_of(sets, recipe, **changes):
         "limit": 20,
         "batch_size": 8,
     }
+    if "T6" not in changes.get("levels", LEVELS):
+        del settings["white_box"]
     return ThreatLevelsRequest(**{**settings, **changes})
 
 
@@ -422,6 +424,12 @@ def test_controls_see_noise_of_the_attack_s_budget_in_pixels(tmp_path):
         assert all(each["objective.attack"] == "noise" for each in changes.values())
 
 
+def test_white_box_attacks_are_those_of_t6():
+    assert ThreatLevelsRequest(levels=("T6",)).white_box == ("apgd-ce", "apgd-t")
+    assert ThreatLevelsRequest(levels=("T2",)).white_box == ()
+    assert ThreatLevelsRequest(levels=("T2",), white_box=()).white_box == ()
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -438,6 +446,9 @@ def test_controls_see_noise_of_the_attack_s_budget_in_pixels(tmp_path):
         ({"white_box": ("pgt-3",)}, "unknown attack 'pgt-3'"),
         ({"public": ("pgt-3",)}, "unknown attack 'pgt-3'"),
         ({"public": ("pgd-3",), "levels": ("T6",)}, "--public pgd-3 is for T2, which is not among --levels"),
+        ({"white_box": ("pgd-3", "fgsm"), "levels": ("T2",)}, "--white-box pgd-3,fgsm is for T6.*--levels T2: add T6"),
+        ({"guess": (5, 0)}, "--guess is a list of numbers of tokens, each at least 1 and none twice; got 5,0"),
+        ({"guess": (5,), "levels": ("T6",)}, "--guess 5 is for attackers who train tokens .T3, T4. or fit them .T7."),
         ({"white_box": ("patch-fool",)}, "its own threat model"),
         ({"white_box": ("eot:2+aas+pgd-3",)}, "needs calibration images"),
         ({"levels": ("T3",)}, "--surrogates 2 .*Give the recipe of the tokens with --recipe"),

@@ -14,6 +14,7 @@ from vitadel.backbones.record import ModelRecord
 from vitadel.instrument import extra_tokens
 from vitadel.training.loop import run_inner_attack
 from vitadel.training.objectives.token_features import RobustnessTokens
+from vitadel.training.recipes.compose import compose, rows
 from vits import make_vit
 
 EPS = 8 / 255
@@ -109,3 +110,18 @@ def test_training_lowers_the_loss_of_images_it_has_not_seen() -> None:
     assert after["loss"] < 0.9 * before["loss"]
     assert after["invariance"] > before["invariance"]
     assert after["recovery"] > before["recovery"]
+
+
+def test_recipes_train_as_long_as_the_released_code() -> None:
+    """50 steps of 8 images for DINOv2, 300 for DeiT-III and OpenCLIP, 200 for the numbers of tokens."""
+    lengths = {row: compose("tokens/paper", row)["data"]["limit"] // 8 for row in rows("tokens/paper")}
+    assert len(lengths) == 14
+    assert all(steps == (50 if row.startswith("dinov2") else 300) for row, steps in lengths.items())
+    assert compose("tokens/deit-tiny")["data"]["limit"] // 8 == 300
+    assert compose("tokens/shapes")["data"]["limit"] // 8 == 50
+    assert {compose("tokens/count", row)["data"]["limit"] // 8 for row in rows("tokens/count")} == {200}
+    for row in rows("tokens/paper"):
+        document = compose("tokens/paper", row)
+        assert (document["train"]["batch_size"], document["adapter"]["count"]) == (8, 10)
+        assert document["objective"]["log_regular"]
+        assert document["objective"].get("features", "tokens") == ("pooled" if row.startswith("openclip") else "tokens")

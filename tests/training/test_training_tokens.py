@@ -48,6 +48,31 @@ def small_model():
     return load_model("vit_tiny_patch16_224", weights="random", num_classes=10, kwargs=kwargs)
 
 
+def test_tokens_of_several_layers_are_trained_saved_and_opened(tmp_path):
+    done = run_harden(recipe({"layers": [0, 1], "count": 2}), "tokens", CPU, out=tmp_path / "run")
+    tokened = load_tokens(tmp_path / "run" / "weights" / "best.safetensors", small_model())
+    assert tokened.layers == (0, 1)
+    assert tokened.tokens.shape == (4, 16)
+    assert done.results["complete"]
+    with extra_tokens(tokened.classifier, tokened.tokens, layers=(0, 1)), torch.no_grad():
+        expected = tokened.classifier(images(2, side=16))
+    assert torch.equal(tokened(images(2, side=16)), expected)
+    with pytest.raises(UserError, match="from 0 to 1 in this model"):
+        open_training(recipe({"layers": [0, 7]}), CPU)
+
+
+def test_the_cosine_without_tokens_is_logged_if_asked():
+    classifier, x = small_model(), images(4, side=16)
+    z, y = (x + 0.05).clamp(0, 1), torch.zeros(4, dtype=torch.int64)
+    model = TokenClassifier(classifier, fresh_tokens(16, 3, seed=1))
+    plain = RobustnessTokens(make("features-3"), axis="channel")(model, x, z, y)
+    logged = RobustnessTokens(make("features-3"), axis="channel", log_regular=True)(model, x, z, y)
+    assert "regular" not in plain
+    expected = feature_cosine(final_features(classifier, z), final_features(classifier, x), "channel").mean()
+    assert float(logged.pop("regular")) == pytest.approx(float(expected), abs=1e-6)
+    assert logged == plain
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     return run_harden(recipe(), "tokens", CPU, out=tmp_path_factory.mktemp("tokens") / "run")

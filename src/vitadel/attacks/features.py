@@ -24,7 +24,7 @@ from vitadel.instrument.hooks import Edge, block_features, hooked, token_sequenc
 from vitadel.instrument.tokens import own_tokens
 from vitadel.quantities import quantity_text
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Aim, Attack, Threat
+from vitadel.types import Aim, Attack, Goal, Threat
 
 AXES = ("token", "channel", "flat")
 """What a cosine compares in (batch, tokens, channels): each token, each channel over all tokens, or everything."""
@@ -203,6 +203,42 @@ def _tokens(model: nn.Module, features: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class _AimWithImageTerm:
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    aim: Aim
+    goal: WithImageTerm
+
+    def keep(self, chosen: Tensor) -> Aim:
+        return replace(self, x=self.x[chosen], y=self.y[chosen], aim=self.aim.keep(chosen))
+
+    def evaluate(self, z: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        loss, fooled_here = self.aim.evaluate(z, progress)
+        change = (z - self.x).square().flatten(1).mean(1)
+        if self.goal.judged_as is not None:
+            fooled_here = deployed_fooled(self.model, self.goal.judged_as(z, self.x), self.y)
+        return loss - self.goal.weight * change, fooled_here
+
+
+@dataclass(frozen=True)
+class WithImageTerm:
+    """Another goal minus `weight` times the mean squared change of the pixels: how the released code of Robustness
+    Tokens attacks labels, with its routine for features. `judged_as` is that of `AwayFromFeatures`."""
+
+    goal: Goal
+    weight: float = 1.0
+    judged_as: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @property
+    def forwards(self) -> int:
+        return self.goal.forwards
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Aim:
+        return _AimWithImageTerm(model, x, y, self.goal(model, x, y), self)
+
+
+@dataclass(frozen=True)
 class _Region:
     """A threat's ball with a lower bound on each image's PSNR, and Gaussian noise as random start.
 
@@ -269,7 +305,7 @@ class FeatureAttack:
     """
 
     threat: Threat
-    goal: AwayFromFeatures = field(default_factory=AwayFromFeatures)
+    goal: AwayFromFeatures | WithImageTerm = field(default_factory=AwayFromFeatures)
     steps: int = 30
     length: float | None = None
     psnr: float = 0.0
@@ -318,6 +354,17 @@ class FeatureAttack:
         return self.steps, self.goal.forwards + (self.steps if self._judges_apart() else 0)
 
 
+RELEASED_STEP = 0.01
+"""In units of ImageNet's standard deviations."""
+
+
+def released_attack(threat: Threat, goal: Goal, steps: int, *, stop_when_fooled: bool = True) -> FeatureAttack:
+    """An attack on another goal than features as the released code runs it: `paper` of `FeatureAttack`."""
+    return FeatureAttack(
+        threat, WithImageTerm(goal), steps, RELEASED_STEP, paper=True, stop_when_fooled=stop_when_fooled
+    )
+
+
 def features(
     threat: Threat,
     steps: int = 30,
@@ -345,7 +392,7 @@ def features(
                 "paper=true sets step, axis, weight, blocks, normed, psnr and quantize itself; leave them out, or "
                 "leave paper out and set them one by one"
             )
-        step, axis, normed = 0.01, "token" if features == "pooled" else "channel", True
+        step, axis, normed = RELEASED_STEP, "token" if features == "pooled" else "channel", True
     goal = AwayFromFeatures(axis, weight, tuple(range(-blocks, 0)), normed, features)
     attack = FeatureAttack(threat, goal, steps, step, psnr, quantize, paper, stop_when_fooled)
     return with_restarts(attack, restarts)

@@ -17,7 +17,7 @@ from vitadel.attacks.attention_scaling.aas import aas, aas_paper, scale
 from vitadel.attacks.autoattack.fast import AutoAttackFast
 from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, autoattack_rand
 from vitadel.attacks.fab import fab, fab_t
-from vitadel.attacks.features import features
+from vitadel.attacks.features import features, released_attack
 from vitadel.attacks.goals import FromClean, Gama, OnLogits
 from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.patch_fool import patch_fool
@@ -51,7 +51,16 @@ def pgd(
     restarts: int = 1,
     random_start: bool = True,
     noise: float | None = None,
+    paper: bool = False,
 ) -> Attack:
+    """With `paper` the label attack of Robustness Tokens' released code, of which only `steps` can be set."""
+    if paper:
+        if (step, restarts, random_start, noise) != (None, 1, True, None):
+            raise UserError(
+                "paper=true sets step, start and restarts itself; leave them out, or leave paper out and set them one "
+                "by one"
+            )
+        return released_attack(threat, OnLogits(losses.cross_entropy), steps)
     if restarts > 1 and not random_start:
         raise UserError(f"from the clean image all {restarts} restarts of pgd would be the same; leave restarts out")
     length = usual_length(threat, max(steps, 1)) if step is None else step

@@ -43,7 +43,9 @@ def settings_of(attack: Attack) -> dict[str, object]:
 
 
 def _recorded(key: str, value: object) -> object:
-    """Budgets and step lengths as fractions of 255, functions by their name, everything else as it is."""
+    """Budgets and step lengths as fractions of 255, functions and parts by their name, everything else as it is."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value).__name__
     if key in ("eps", "length") and isinstance(value, float):
         return quantity_text(value)
     if isinstance(value, partial):

@@ -117,12 +117,14 @@ def _run(jobs: TableJobs, run: RunFlags) -> None:
 
 
 def _write_pages(folder: Path) -> None:
-    """Write tables as CSV, LaTeX and Markdown, and the pages of evaluations that figures link to."""
+    """Write tables as CSV, LaTeX and Markdown, and the pages of runs that figures link to."""
     from vitadel.reporting.exports import export
     from vitadel.reporting.page import write_report
 
     export([folder], folder / "export")
-    for run in sorted((folder / "evaluations").glob("*/results.json")):
+    for run in sorted(
+        found for kind in ("evaluations", "trainings") for found in folder.glob(f"{kind}/*/results.json")
+    ):
         if not (run.parent / "report.html").exists() and (run.parent / "command.json").exists():
             write_report([run.parent], run.parent / "report.html")
 

@@ -27,22 +27,31 @@ class LevelFlags:
     eps: Annotated[str | None, option("budgets (default: 1/255,2/255,4/255,8/255)")] = None
     steps: Annotated[int, option("steps of gradient attacks; T2+ also runs four times as many")] = 30
     queries: Annotated[int, option("score queries per image (T5)")] = 5000
-    white_box: Annotated[str, option("attacks through the tokens, in addition to pgd (T6)")] = "apgd-ce,apgd-t"
+    white_box: Annotated[
+        str | None, option("attacks through the tokens, in addition to pgd (T6; default: apgd-ce,apgd-t)")
+    ] = None
     public: Annotated[str, option("attacks on the backbone without tokens, in addition to pgd (T2)")] = ""
     surrogates: Annotated[str, option("number of token sets that attackers train (T3, T4), or token files")] = "2"
     bank: Annotated[str, option("number of token sets to train for the defender's bank (T8), or token files")] = "2"
+    guess: Annotated[
+        str | None,
+        option("numbers of tokens that attackers try (T3, T4, T7), e.g. 5,20 (default: the recipe's; T7: 10)"),
+    ] = None
     recipe: Annotated[
         str | None, option("how the tokens were trained, NAME or NAME:ROW (default: the run's recipe)")
     ] = None
     attacker_data: Annotated[
         str | None, option("images that attackers train and fit on (default: those of the recipe)")
     ] = None
-    head: Annotated[str | None, option("the victim's head, from 'vitadel probe'")] = None
-    attacker_head: Annotated[str | None, option("the attacker's own head (T2)")] = None
+    head: Annotated[str | None, option("the victim's head: a run of 'vitadel probe', or its head file")] = None
+    features: Annotated[bool, option("judge features only (T0, T2, T6), of models without a head, too")] = False
+    attacker_head: Annotated[str | None, option("the attacker's own head (T2), given in the same way")] = None
     other: Annotated[str | None, option("another MODEL for the same classes (T1)")] = None
     other_weights: Annotated[str | None, option("weights of --other")] = None
 
     def __post_init__(self) -> None:
+        if self.features and (self.head or self.attacker_head or self.other):
+            raise UserError("--features judges features alone: leave out --head, --attacker-head and --other")
         if self.other_weights is not None and self.other is None:
             raise UserError("--other-weights are those of another model (T1): name it with --other MODEL")
 
@@ -64,7 +73,13 @@ def threat_levels(
     from vitadel.threat_levels.run import run_threat_levels
 
     request = _request(model, flags, data, how)
-    processes, target = open_target(model, how, data, run.device, for_features=flags.head is not None)
+    without_head = flags.features or flags.head is not None
+    processes, target = open_target(model, how, data, run.device, for_features=without_head)
+    if flags.features:
+        from vitadel.threat_levels.feature_levels import run_feature_levels
+
+        present(run_feature_levels(target, request, processes, **run_options(run)), run)
+        return
     outcome = run_threat_levels(
         target,
         request,
@@ -80,17 +95,20 @@ def threat_levels(
 
 def _request(model: str, flags: LevelFlags, data: DataFlags, how: ModelFlags) -> ThreatLevelsRequest:
     from vitadel.adapters.adapted_model import token_run
-    from vitadel.attacks.parse import split_attack_list
     from vitadel.backbones.load import has_no_head
     from vitadel.threat_levels.levels import LEVELS
     from vitadel.threat_levels.request import BUDGETS, ThreatLevelsRequest
 
     trained = token_run(model)
     backbone = model if trained is None else str(trained["name"])
-    if flags.head is None and has_no_head(backbone, how.weights or (trained or {}).get("weights")):
+    if (
+        flags.head is None
+        and not flags.features
+        and has_no_head(backbone, how.weights or (trained or {}).get("weights"))
+    ):
         raise UserError(
             f"'{backbone}' has no classifier of its own: train a head by `vitadel probe`, with the tokens, and give it "
-            "with --head"
+            "with --head; or judge its features alone with --features"
         )
     if trained is None and "/" in model and ":" not in model and not Path(model).exists():
         raise UserError(f"'{model}' does not exist: there is no run folder, and no weight file, of that name")
@@ -99,15 +117,23 @@ def _request(model: str, flags: LevelFlags, data: DataFlags, how: ModelFlags) ->
         levels=tuple(LEVELS) if flags.levels is None else split_list(flags.levels.upper()),
         steps=flags.steps,
         queries=flags.queries,
-        white_box=tuple(split_attack_list(flags.white_box)) if flags.white_box else (),
-        public=tuple(split_attack_list(flags.public)) if flags.public else (),
+        white_box=None if flags.white_box is None else _attacks(flags.white_box),
+        public=_attacks(flags.public),
         surrogates=_count_or_files(flags.surrogates, "--surrogates"),
         bank=_count_or_files(flags.bank, "--bank"),
         recipe=flags.recipe or (None if trained is None else str(Path(model) / "recipe.yaml")),
         attacker_data=flags.attacker_data,
+        guess=() if flags.guess is None else tuple(map(_number_of_tokens, split_list(flags.guess))),
         allow_readable=how.allow_readable,
+        features_only=flags.features,
         **data.for_request(),
     )
+
+
+def _attacks(text: str) -> tuple[str, ...]:
+    from vitadel.attacks.parse import split_attack_list
+
+    return tuple(split_attack_list(text)) if text else ()
 
 
 def _count_or_files(text: str, flag: str) -> int | tuple[str, ...]:
@@ -118,6 +144,12 @@ def _count_or_files(text: str, flag: str) -> int | tuple[str, ...]:
     if not files or any(_is_number(file) and not Path(file).exists() for file in files):
         raise UserError(f"{flag} is a number of token sets to train, 0 or more, or token files a,b,...; got {text!r}")
     return files
+
+
+def _number_of_tokens(text: str) -> int:
+    if not text.isdigit():
+        raise UserError(f"--guess takes numbers of tokens, such as 5,20; got {text!r}")
+    return int(text)
 
 
 def _is_number(text: str) -> bool:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -36,6 +36,8 @@ from vitadel.types import Source
 
 _LR_REFERENCE_BATCH = 256
 _MOMENTUM = 0.9
+HEAD_FILE = Path("weights") / "head.safetensors"
+"""Where the run folder of a probe has its head."""
 _METADATA_KEY = "vitadel-probe"
 _SCHEMA = 1
 
@@ -82,6 +84,25 @@ class Features:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[2]
+
+    def batch(self, chosen: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens in float32 and labels of the images at these places; the same in every step."""
+        return self.tokens[chosen].float(), self.labels[chosen]
+
+
+class FeatureBatches(Protocol):
+    """Where heads get features from: kept ones (`Features`), or those of random views (`random_views`)."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def batch(self, chosen: Tensor, step: int) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +156,7 @@ class Probe(nn.Module):
         return replace(record, num_classes=self.num_classes, notes=notes, classes=None, classes_from=None)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = _stacked(token_features(self.model, x, self.blocks))
+        tokens = stacked(token_features(self.model, x, self.blocks))
         logits: Tensor = self.head(_inputs(tokens, self.blocks, self.average).to(self.head.weight.dtype))
         return logits
 
@@ -151,19 +172,24 @@ def train_probe(
     *,
     device: torch.device | str = "cpu",
     shown: bool = False,
+    views: FeatureBatches | None = None,
 ) -> tuple[Probe, ProbeReport]:
     """Train a head for every combination of `blocks`, `average` and `lrs` on `rows`; choose on `held_out_rows`.
 
-    Features are computed once per image, without augmentation, and kept in main memory: images * (n + 1) * dim * 4
+    With `views`, features of random views of `rows`, these are used. Without, features are computed once per image and
+    kept in main memory: images * (n + 1) * dim * 4
     bytes (2 with `half`) for n = max(blocks); 50,000 images on a ViT-B with n = 4 take 0.77 GB. Ties in accuracy go to
     the lower held-out loss. The model must be on `device` already. With `shown`, progress is printed on standard error.
     """
     rates, batch_size = section.lrs, training.batch_size
     settings = [(count, mean) for count in section.blocks for mean in section.average]
-    train, held_out = (
-        cached_features(model, source, each, preprocess, max(section.blocks), batch_size, device, section.half, shown)
-        for each in (rows, held_out_rows)
-    )
+
+    def kept(each: Tensor) -> Features:
+        blocks = max(section.blocks)
+        return cached_features(model, source, each, preprocess, blocks, batch_size, device, section.half, shown)
+
+    held_out = kept(held_out_rows)
+    train = kept(rows) if views is None else views
     classes = len(source.classes)
     trained = train_heads(train, classes, settings, rates, **asdict(training), device=device, shown=shown)
     results = [result for heads in trained for result in _evaluate(heads, held_out, batch_size)]
@@ -171,7 +197,7 @@ def train_probe(
     heads, number = trained[best // len(rates)], best % len(rates)
     head = linear_layer(heads.weight[number], heads.bias[number])
     probe = Probe(model, head, heads.blocks, heads.average, source.classes)
-    cache_bytes = train.tokens.nbytes + held_out.tokens.nbytes
+    cache_bytes = held_out.tokens.nbytes + (train.tokens.nbytes if isinstance(train, Features) else 0)
     return probe, ProbeReport(results[best].setting, tuple(results), len(train), cache_bytes)
 
 
@@ -193,7 +219,7 @@ def cached_features(
     with frozen(model), torch.no_grad(), progress("features", len(rows), shown) as meter:
         for batch in read_batches(source, [part.tolist() for part in rows.split(batch_size)], preprocess):
             there = slice(first, first + len(batch.y))
-            tokens[there] = _stacked(token_features(model, batch.x.to(device), blocks)).cpu().to(dtype)
+            tokens[there] = stacked(token_features(model, batch.x.to(device), blocks)).cpu().to(dtype)
             labels[there] = batch.y
             first = there.stop
             meter.advance(len(batch.y))
@@ -204,7 +230,7 @@ def cached_features(
 
 
 def train_heads(
-    features: Features,
+    features: FeatureBatches,
     classes: int,
     settings: Sequence[tuple[int, bool]],
     rates: Sequence[float],
@@ -220,7 +246,7 @@ def train_heads(
     A head does not depend on which others are trained beside it: all rates of a setting start from the same weights,
     N(0, 0.01) with bias 0, and all heads see the same batches, permutation after permutation.
     """
-    width, start = features.tokens.shape[2], SampleRNG.of_samples(seed, range(classes)).stream("probe")
+    width, start = features.width, SampleRNG.of_samples(seed, range(classes)).stream("probe")
     trained = []
     for blocks, average in settings:
         weight = 0.01 * start.stream("head", blocks, int(average)).normal((blocks + average) * width)
@@ -230,7 +256,7 @@ def train_heads(
     rate = torch.tensor(rates, device=device) * (batch_size / _LR_REFERENCE_BATCH)
     with progress("heads", steps, shown) as meter:
         for step, chosen in enumerate(_order(len(features), steps * batch_size, seed).split(batch_size)):
-            tokens, labels = features.tokens[chosen].to(device).float(), features.labels[chosen].to(device)
+            tokens, labels = (part.to(device) for part in features.batch(chosen, step))
             now = rate * (0.5 * (1 + math.cos(math.pi * step / steps)))
             for heads, (speed, bias_speed) in zip(trained, speeds, strict=True):
                 grad, bias_grad = _gradient(heads, tokens, labels)
@@ -240,7 +266,7 @@ def train_heads(
     return trained
 
 
-def _stacked(tokens: Sequence[BlockTokens]) -> Tensor:
+def stacked(tokens: Sequence[BlockTokens]) -> Tensor:
     """(batch, blocks + 1, dim), as `Features` keeps them."""
     return torch.stack([*(each.class_token for each in tokens), tokens[-1].patch_tokens.mean(1)], dim=1)
 
@@ -330,8 +356,10 @@ def head_metadata(path: str | Path) -> dict[str, Any]:
 def load_head(path: str | Path, model: nn.Module) -> Probe:
     """Load the head of `save_head` for `model`, on its device; refused if the model has another name or width.
 
-    A model has the same name with and without extra tokens: an attacker may use the defender's head.
+    `path` is the file, or the run folder of `vitadel probe` that it is in. A model has the same name with and without
+    extra tokens: an attacker may use the defender's head.
     """
+    path = _head_file(Path(path))
     checkpoint, about = read_checkpoint(path), head_metadata(path)
     try:
         schema, trained_for = about["schema"], about["model"]
@@ -356,6 +384,17 @@ def load_head(path: str | Path, model: nn.Module) -> Probe:
         )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return Probe(model, head.to(device), blocks, average, classes)
+
+
+def _head_file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    if (path / HEAD_FILE).is_file():
+        return path / HEAD_FILE
+    raise UserError(
+        f"the folder '{path}' has no {HEAD_FILE}: it is no run of `vitadel probe`, or the run has not trained its head "
+        "yet. Give a finished run of a linear probe, or a head file."
+    )
 
 
 def _record_name(model: nn.Module) -> str | None:

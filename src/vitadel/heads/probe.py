@@ -25,6 +25,8 @@ from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute
 from vitadel.evaluation.engine.target import Target
 from vitadel.heads.frozen_features import FrozenModel, feature_width, token_features
 from vitadel.heads.linear_probe import (
+    HEAD_FILE,
+    FeatureBatches,
     HeadResult,
     Probe,
     ProbeReport,
@@ -47,7 +49,6 @@ from vitadel.training.recipes.yaml_files import TEXTS, recipe_text, translate_se
 from vitadel.training.run import title_of
 from vitadel.types import Source
 
-HEAD_FILE = Path("weights") / "head.safetensors"
 _TRIED = 8  # images, and steps, by which the time is estimated
 
 
@@ -172,10 +173,11 @@ class _LinearJob:
         return cast(LinearHead, self.recipe.head)
 
     def plan(self) -> str:
-        head, images = self.head, len(self.rows) + len(self.held_out)
+        head, kept, train = self.head, len(self.held_out) + (0 if self._augments else len(self.rows)), self.recipe.train
+        images = kept + (train.steps * train.batch_size if self._augments else 0)
         heads = len(head.blocks) * len(head.average) * len(head.lrs)
-        size = images * (max(head.blocks) + 1) * feature_width(self.base.model) * (2 if head.half else 4) / 1e6
-        audit, train = self.recipe.audit, self.recipe.train
+        size = kept * (max(head.blocks) + 1) * feature_width(self.base.model) * (2 if head.half else 4) / 1e6
+        audit = self.recipe.audit
         gradients = sum(make(name, eps=audit.eps, norm=audit.norm).passes()[0] for name in audit.attacks)
         n = min(len(self.test), audit.limit or len(self.test))
         attacked = f", and at most {gradients} gradients each under {', '.join(audit.attacks)}" if audit.attacks else ""
@@ -200,9 +202,10 @@ class _LinearJob:
             features = cached_features(self.base.model, self.train, some, self.preprocess, blocks, few, device)
             passed = time.perf_counter()
             classes, size = len(self.train.classes), train.batch_size
-            train_heads(features, classes, settings, head.lrs, steps=steps, batch_size=size, device=device)
+            batches = self._views(few) if self._augments else features
+            train_heads(batches, classes, settings, head.lrs, steps=steps, batch_size=size, device=device)
             trained = time.perf_counter() - passed
-            images = (len(self.rows) + len(self.held_out)) / len(features)
+            images = (len(self.held_out) + (0 if self._augments else len(self.rows))) / len(features)
             seconds = images * (passed - start) + train.steps / steps * trained
         return seconds
 
@@ -247,9 +250,22 @@ class _LinearJob:
             self.recipe.train,
             device=processes.device,
             shown=shown,
+            views=self._views() if self._augments else None,
         )
         save_head(trained, path, {"backbone_fingerprint": self.base.fingerprint, "report": self._summarize(report)})
         return trained
+
+    @property
+    def _augments(self) -> bool:
+        return cast(ProbeData, self.recipe.data).augment
+
+    def _views(self, images: int | None = None) -> FeatureBatches:
+        """Features of random views of the first `images`, or all."""
+        from vitadel.heads.random_views import ViewedFeatures
+
+        blocks, seed = max(self.head.blocks), self.recipe.train.seed
+        device = next(self.base.model.parameters()).device
+        return ViewedFeatures(self.base.model, self.train, self.rows[:images], self.preprocess, blocks, seed, device)
 
     def _summarize(self, report: ProbeReport) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from vitadel.attacks.features import FeatureAttack, WithImageTerm
 from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.parse import make
@@ -102,12 +103,15 @@ def _attack(name: str, audit: ProbeAudit) -> Attack:
     return make(name, eps=audit.eps, norm=audit.norm)
 
 
-def pixel_attack(name: str, audit: ProbeAudit) -> PGD:
+def pixel_attack(name: str, audit: ProbeAudit) -> PGD | FeatureAttack:
     """The named PGD attack, on the cross-entropy of pixels."""
     attack: object = _attack(name, audit)
+    if isinstance(attack, FeatureAttack) and attack.goal == WithImageTerm(OnLogits(cross_entropy)):
+        return replace(attack, goal=WithImageTerm(OnPixels()), stop_when_fooled=False)
     if not isinstance(attack, PGD) or attack.goal != OnLogits(cross_entropy):
         raise UserError(
-            f"'{name}' does not attack masks; use fgsm, or pgd-K such as pgd-30(step=1/255), without restarts"
+            f"'{name}' does not attack masks; use fgsm, pgd-K such as pgd-30(step=1/255), without restarts, or "
+            "pgd-30(paper=true)"
         )
     return replace(attack, goal=OnPixels(), stop_when_fooled=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -62,6 +62,30 @@ class Segmenter(nn.Module):
             self._grids[size] = patch_grid(self.model, x)
         patches = token_features(self.model, x)[-1].patch_tokens
         return patches.mT.reshape(len(x), patches.shape[2], *self._grids[size])
+
+
+def slide(model: nn.Module, x: Tensor, window: tuple[int, int], stride: int, size: Sequence[int]) -> Tensor:
+    """Logits of whole images from overlapping windows, averaged where they overlap, and resized to `size`.
+
+    Windows lie `stride` apart; the last ones end at the border, as in mmsegmentation.
+    """
+    tops, lefts = (_starts(side, own, stride) for side, own in zip(x.shape[-2:], window, strict=True))
+    total: Tensor | None = None
+    seen = x.new_zeros(1, 1, *x.shape[-2:])
+    for top in tops:
+        for left in lefts:
+            here = (..., slice(top, top + window[0]), slice(left, left + window[1]))
+            logits: Tensor = model(x[here])
+            total = x.new_zeros(len(x), logits.shape[1], *x.shape[-2:]) if total is None else total
+            total[here] += logits
+            seen[here] += 1
+    assert total is not None, "there is at least one window"
+    return F.interpolate(total / seen, size=tuple(size), mode="bilinear", align_corners=False)
+
+
+def _starts(side: int, window: int, stride: int) -> list[int]:
+    number = max(0, -(-(side - window) // stride)) + 1
+    return [min(k * stride, side - window) for k in range(number)]
 
 
 def rate_at(step: int, steps: int, warm_up: int) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +21,14 @@ from vitadel.backbones.anatomy import backbone_of, family_of
 from vitadel.backbones.checkpoints import load_strict, read_checkpoint
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.batches import balanced_subset, split_rows
-from vitadel.data.sources.masks import MaskedImages, ResizeCrop, open_masked
+from vitadel.data.sources.masks import Cut, MaskedImages, ResizeCrop, open_masked
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.expected_time import StageCosts, Trial
 from vitadel.evaluation.engine.run import Run, execute, result_header
 from vitadel.evaluation.engine.stages import FolderCache, breaks_rules
 from vitadel.heads.frozen_features import FrozenModel, feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
-from vitadel.heads.segmentation import Confusion, SegmentationHead, Segmenter, train_patch_head
+from vitadel.heads.segmentation import Confusion, SegmentationHead, Segmenter, slide, train_patch_head
 from vitadel.instrument.hooks import frozen
 from vitadel.instrument.tokens import patch_grid
 from vitadel.quantities import quantity_text
@@ -47,6 +48,8 @@ OWN_HEAD = "public backbone, the attacker's own head"
 """What an attack was made on that knows neither tokens nor head, and trained one on the same images: the paper's."""
 _DEPLOYED = "deployed segmenter"
 _ATTACKERS = "attackers-head.safetensors"
+PICTURES_FILE = "segmented.npz"
+_PICTURES = 4
 _TRIED = 8  # steps of a trial
 _FEATURES, _HEADS, _CHOICE = "patch tokens", "heads", "choice"  # what training takes its time for
 
@@ -61,12 +64,16 @@ class _PatchMaps:
     cut: ResizeCrop
     device: torch.device
     kept: tuple[Tensor, Tensor] | None = None
+    views: Callable[[int], Cut] | None = None  # the random cut of a step
 
     def __getitem__(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        return self.at(places, self.cut)
+
+    def at(self, places: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
         if self.kept is not None:
             maps, masks = self.kept
             return maps[places].to(self.device), masks[places].to(self.device)
-        pixels, masks = self.data.read(self.rows[places], self.cut)
+        pixels, masks = self.data.read(self.rows[places], cut)
         with frozen(self.segmenter.model), torch.no_grad():
             return self.segmenter.patch_map(pixels.to(self.device)), masks.to(self.device)
 
@@ -86,8 +93,8 @@ class _PatchMaps:
         order = (
             SampleRNG.of_samples(seed, range(rounds)).stream("segmentation order").permutation(len(self.rows)).flatten()
         )
-        for places in order[: steps * batch_size].split(batch_size):
-            batch = self[places]
+        for step, places in enumerate(order[: steps * batch_size].split(batch_size)):
+            batch = self.at(places, self.cut if self.views is None else self.views(step))
             meter.advance(1)  # before the yield: nothing runs after the last one
             yield batch
 
@@ -123,7 +130,16 @@ class _MaskJob:
 
     @property
     def keeps(self) -> bool:
-        return self.cache_bytes <= cast(MaskData, self.recipe.data).cache_mb * 1e6
+        return not self.data.augment and self.cache_bytes <= self.data.cache_mb * 1e6
+
+    @property
+    def data(self) -> MaskData:
+        return cast(MaskData, self.recipe.data)
+
+    def _view(self, step: int) -> Cut:
+        from vitadel.heads.random_views import RandomScaleCrop
+
+        return RandomScaleCrop(self.cut.size, self.cut.interpolation, self.recipe.train.seed, step)
 
     def plan(self) -> str:
         train, rates, audit = self.recipe.train, len(self.head.lrs), self.recipe.audit
@@ -131,7 +147,8 @@ class _MaskJob:
         passes = (
             f"{images:,} images once through the model ({size} kept)"
             if self.keeps
-            else f"{rates * train.steps * train.batch_size:,} images through the model ({size} exceed data.cache_mb)"
+            else f"{rates * train.steps * train.batch_size:,} images through the model "
+            f"({'new views in every step' if self.data.augment else f'{size} exceed data.cache_mb'})"
         )
         gradients = sum(pixel_attack(name, audit).steps for name in audit.attacks)
         gradients *= 1 if self.base.tokens is None else 3
@@ -147,7 +164,7 @@ class _MaskJob:
         """The same run on a few images to train on, to choose on and to test, in a few steps."""
 
         def on_few(few: int, alone: Processes, *, out: Path, costs: StageCosts) -> None:
-            train, data = self.recipe.train, cast(MaskData, self.recipe.data)
+            train, data = self.recipe.train, self.data
             short = replace(train, steps=min(_TRIED, train.steps))
             recipe = replace(self.recipe, train=short, data=data if self.keeps else replace(data, cache_mb=0))
             rows, held_out, test_rows = (each[:few] for each in (self.rows, self.held_out, self.test_rows))
@@ -176,8 +193,31 @@ class _MaskJob:
             for attack in self.recipe.audit.attacks
             for where, maker in makers.items()
         ]
+        self._write_pictures(segmenter, makers, run)
         summary = {"recipe": name, "tokens": self.base.tokens, **report, "clean": clean, "attacks": attacks}
         return {**self._about(), "segmentation": summary}
+
+    def _write_pictures(self, segmenter: Segmenter, makers: Mapping[str, Segmenter], run: Run) -> None:
+        """A few test images with truth and predictions, clean and under the first attack of the weakest attacker."""
+        audit, device = self.recipe.audit, run.processes.device
+        rows = self.test_rows[:_PICTURES]
+        x, masks = (part.to(device) for part in self.test.read(rows, self.cut))
+        with frozen(segmenter), torch.no_grad():
+            found = {"images": x, "truth": masks, "clean": segmenter(x).argmax(1)}
+        for attack in audit.attacks[:1]:
+            *_, maker = makers.values()
+            rng = SampleRNG.of_samples(self.recipe.train.seed, rows, device).stream(attack)
+            with frozen(maker):
+                z = pixel_attack(attack, audit)(maker, x, masks, rng).clamp(0, 1)
+            with frozen(segmenter), torch.no_grad():
+                found |= {"attacked images": z, "attacked": segmenter(z).argmax(1)}
+        arrays = {
+            name: (255 * each).round().byte().permute(0, 2, 3, 1) if each.dim() == 4 else each.byte()
+            for name, each in found.items()
+        }
+        content = io.BytesIO()
+        np.savez_compressed(content, **{name: each.cpu().numpy() for name, each in arrays.items()})
+        run.write(PICTURES_FILE, content.getvalue())
 
     def _attackers(self, path: Path, run: Run) -> Segmenter:
         """The public backbone with a head that was trained as the defender's, but without the tokens."""
@@ -194,6 +234,8 @@ class _MaskJob:
         fresh = SegmentationHead(feature_width(self.model), classes, train.seed)
         source = Segmenter(self.model, fresh)
         maps, aside = (_PatchMaps(source, self.train, rows, self.cut, device) for rows in (self.rows, self.held_out))
+        if self.data.augment:
+            maps = replace(maps, views=self._view)
         if self.keeps:
             with _timed(run, _FEATURES):
                 maps, aside = maps.keeping(train.batch_size, shown), aside.keeping(train.batch_size, shown)
@@ -251,8 +293,11 @@ class _MaskJob:
                         broke = breaks_rules(crafted.threat, x, z)
                         x = torch.where(broke.view(-1, 1, 1, 1), x, z.clamp(0, 1))  # the clean image counts instead
                     own = Confusion(len(self.test.classes))
-                    with torch.no_grad():
-                        own.add(segmenter(x).argmax(1), masks)
+                    if crafted is None and self.data.stride is not None:
+                        self._judge_whole(own, segmenter, rows.tolist(), device)
+                    else:
+                        with torch.no_grad():
+                            own.add(segmenter(x).argmax(1), masks)
                     piece = {"rows": rows.numpy(), "matrix": own.matrix.numpy(), "counts": own.counts.numpy()}
                     piece["void"] = np.asarray(int(broke.sum()))
                     cache.save(stage, number, piece)
@@ -268,6 +313,18 @@ class _MaskJob:
             return scores
         settings = {**settings_of(crafted), "norm": audit.norm, "eps": quantity_text(audit.eps), "seed": seed}
         return {"name": attack, "made_on": where, "judged_on": _DEPLOYED, "settings": settings, "void": void, **scores}
+
+    def _judge_whole(self, confusion: Confusion, segmenter: Segmenter, rows: list[int], device: torch.device) -> None:
+        """Predict images at their own size, from windows that slide over them; the shorter side is that of a window."""
+        (height, width), stride = self.cut.size, cast(int, self.data.stride)
+        for row in rows:
+            image, values = self.test.pair(row)
+            scale = max(height / image.height, width / image.width)
+            sides = (max(height, round(scale * image.height)), max(width, round(scale * image.width)))
+            x = ResizeCrop(sides, self.cut.interpolation).image(image)[None].to(device) / 255
+            mask = torch.from_numpy(values)[None]
+            with torch.no_grad():
+                confusion.add(slide(segmenter, x, self.cut.size, stride, mask.shape[1:]).argmax(1), mask)
 
     def _about(self) -> dict[str, Any]:
         audit, classes = self.recipe.audit, self.test.classes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Never
 from weakref import WeakKeyDictionary
@@ -32,18 +33,32 @@ PLACEMENTS = ("prefix", "append")
 
 @dataclass(frozen=True, eq=False)
 class _Span:
-    """The numbers of tokens that one `extra_tokens` block inserted after the prefix and at the end."""
+    """The numbers of tokens that one `extra_tokens` block inserted after the prefix and at the end.
+
+    An equal share of them joins before each of the blocks `layers`.
+    """
 
     before: int
     behind: int
+    layers: tuple[int, ...] = (0,)
+
+    def at(self, block: int) -> _Span:
+        """Those that go through a block."""
+        joined = sum(layer <= block for layer in self.layers)
+        before, behind = (number * joined // len(self.layers) for number in (self.before, self.behind))
+        return _Span(before, behind)
 
 
 _PRESENT: WeakKeyDictionary[nn.Module, list[_Span]] = WeakKeyDictionary()  # by backbone, while the blocks last
 
 
 @contextmanager
-def extra_tokens(model: nn.Module, tokens: Tensor, *, placement: str = "prefix") -> Iterator[None]:
+def extra_tokens(
+    model: nn.Module, tokens: Tensor, *, placement: str = "prefix", layers: Sequence[int] = (0,)
+) -> Iterator[None]:
     """Insert tokens before the first block and drop them after the last: (R, dim), or (batch, R, dim) per image.
+
+    With other `layers`, block numbers, an equal share of the tokens joins before each of these blocks, in order.
 
     They follow the class and register tokens and have no position: they are inserted after position embedding and
     `norm_pre`, and RoPE does not rotate them. They are dropped before the final norm, so pooling and head do not see
@@ -59,21 +74,27 @@ def extra_tokens(model: nn.Module, tokens: Tensor, *, placement: str = "prefix")
     if count == 0:
         yield
         return
-    span = _Span(count, 0) if placement == "prefix" else _Span(0, count)
+    places = check_layers(model, layers, count)
+    span = _Span(count, 0, places) if placement == "prefix" else _Span(0, count, places)
 
-    def insert(x: Tensor) -> Tensor:
-        parts = [x, _for_each(extra, x)] if span.behind else [x[:, :first], _for_each(extra, x), x[:, first:]]
-        return torch.cat(parts, dim=1)
+    def insert(share: Tensor, x: Tensor) -> Tensor:
+        own = _for_each(share, x)
+        return torch.cat([x, own] if span.behind else [x[:, :first], own, x[:, first:]], dim=1)
 
     def drop(x: Tensor) -> Tensor:
         return _without(x, 1, first, span)
 
+    blocks = blocks_of(model)
     rotating = [part for part in attentions_of(model) if hasattr(part.module, "num_prefix_tokens")]
     sites: list[Edge | AttentionHook] = [
-        Edge(seam.enter, backbone.get_submodule(seam.enter), insert),
         Edge(seam.leave, backbone.get_submodule(seam.leave), drop, before=True),
-        *(AttentionHook(part, extra_prefix=span.before) for part in rotating),
+        *(AttentionHook(part, extra_prefix=span.at(block).before) for block, part in enumerate(rotating)),
     ]
+    for layer, share in zip(places, extra.chunk(len(places), dim=1), strict=True):
+        if layer == 0:
+            sites.append(Edge(seam.enter, backbone.get_submodule(seam.enter), partial(insert, share)))
+        else:
+            sites.append(Edge(blocks[layer].name, blocks[layer].module, partial(insert, share), before=True))
     present = _PRESENT.setdefault(backbone, [])
     with hooked(model, sites):
         present.append(span)
@@ -86,21 +107,35 @@ def extra_tokens(model: nn.Module, tokens: Tensor, *, placement: str = "prefix")
 class OwnTokens:
     """Removes from a block's output the tokens that `extra_tokens` inserted in the last run."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, blocks: int) -> None:
         self._first = first
-        self._last = _Span(0, 0)
+        self._blocks = blocks
+        self._tokens = 0
+        self._by_number: dict[int, _Span] = {0: _Span(0, 0)}
 
-    def record(self, spans: list[_Span]) -> None:
-        self._last = _Span(sum(span.before for span in spans), sum(span.behind for span in spans))
+    def record(self, output: Tensor, spans: list[_Span]) -> None:
+        """Take in the output of the first block, and what is inserted in this run."""
+        if not spans:
+            self._by_number = {0: _Span(0, 0)}
+            return
+        present = [_total([span.at(block) for span in spans]) for block in range(self._blocks)]
+        # Both numbers grow from block to block, so equal sums are equal pairs.
+        self._by_number = {each.before + each.behind: each for each in present}
+        self._tokens = output.shape[1] - present[0].before - present[0].behind
 
     @property
     def extra(self) -> int:
-        """The number of these tokens."""
-        return self._last.before + self._last.behind
+        """The number of these tokens in the last block."""
+        return next(reversed(self._by_number))
+
+    def fits(self, length: int, tokens: int) -> bool:
+        """Whether a sequence of this length, in some block, is `tokens` of the model and extra ones."""
+        return length - tokens in self._by_number
 
     def __call__(self, values: Tensor, dim: int = 1) -> Tensor:
         """`values` without the entries of extra tokens along `dim`."""
-        return _without(values, dim, self._first, self._last)
+        here = self._by_number.get(values.shape[dim] - self._tokens, self._by_number[self.extra])
+        return _without(values, dim, self._first, here)
 
 
 @contextmanager
@@ -109,10 +144,11 @@ def own_tokens(model: nn.Module) -> Iterator[OwnTokens]:
 
     The tokens may come from an `extra_tokens` block around this one, or from a module inside the model.
     """
-    own, backbone, first = OwnTokens(prefix_tokens_of(model)), backbone_of(model), blocks_of(model)[0]
+    backbone, blocks = backbone_of(model), blocks_of(model)
+    own, first = OwnTokens(prefix_tokens_of(model), len(blocks)), blocks[0]
 
-    def record(_output: Tensor) -> None:
-        own.record(_PRESENT.get(backbone, []))
+    def record(output: Tensor) -> None:
+        own.record(output, _PRESENT.get(backbone, []))
 
     with hooked(model, [Edge(first.name, first.module, record)]):
         yield own
@@ -133,6 +169,26 @@ def check_placement(model: nn.Module, placement: str) -> None:
             "class and register tokens by position (RoPE), so patches would get wrong rotations. Use placement "
             "'prefix', which is the same for models without rotation."
         )
+
+
+def check_layers(model: nn.Module, layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """The numbers of blocks as a tuple; refuse those that are not there, and `count` tokens that they cannot share."""
+    there = len(blocks_of(model))
+    if not layers or sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] >= there:
+        raise UserError(
+            f"layers of tokens are numbers of blocks in rising order, from 0 to {there - 1} in this model; got "
+            f"{list(layers)}"
+        )
+    if count % len(layers):
+        raise UserError(
+            f"{count} tokens cannot be shared equally by {len(layers)} layers, {list(layers)}; give a multiple of "
+            f"{len(layers)}"
+        )
+    return tuple(layers)
+
+
+def _total(spans: list[_Span]) -> _Span:
+    return _Span(sum(span.before for span in spans), sum(span.behind for span in spans))
 
 
 def _seam(model: nn.Module) -> TokenSeam:

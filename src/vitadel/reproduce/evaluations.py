@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vitadel.adapters.adapted_model import options_for_features
 from vitadel.errors import UserError, check_known
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.engine.run import RunOptions, request_from
@@ -30,13 +31,18 @@ class Subject:
     data_root: str | None
     training: Path | None = None
     heads: Callable[[str], Path] | None = None
-    """Where the head is that an evaluation of this name, a probe, trained."""
+    """The run folder of an evaluation of this name, a probe, with the head that it trained."""
 
-    def target(self, evaluation: Evaluation) -> Target:
+    def target(self, evaluation: Evaluation, *, for_features: bool = False) -> Target:
         data = evaluation.data or self.data
         if data is None:
             raise UserError("neither the evaluation nor the training names test data")
-        return open_target(self.model, data, data_root=self.data_root, model_options=dict(self.options) or None)
+        options = dict(self.options)
+        if for_features:
+            options = options_for_features(self.model, options)
+        return open_target(
+            self.model, data, data_root=self.data_root, model_options=options or None, for_features=for_features
+        )
 
 
 def evaluate(subject: Subject, evaluation: Evaluation, processes: Processes, options: RunOptions) -> None:
@@ -116,10 +122,16 @@ def _threat_levels(subject: Subject, evaluation: Evaluation, processes: Processe
     from vitadel.threat_levels.run import run_threat_levels
 
     request = request_from(ThreatLevelsRequest, "threat-levels", read_settings(evaluation.settings))
+    if request.features_only:
+        from vitadel.threat_levels.feature_levels import run_feature_levels
+
+        run_feature_levels(subject.target(evaluation, for_features=True), request, processes, **options)
+        return
     head = None
     if evaluation.head is not None and subject.heads is not None:
         head = partial(load_head, subject.heads(evaluation.head))
-    run_threat_levels(subject.target(evaluation), request, processes, head=head, **options)
+    target = subject.target(evaluation, for_features=head is not None)
+    run_threat_levels(target, request, processes, head=head, **options)
 
 
 def _study(subject: Subject, evaluation: Evaluation, processes: Processes, options: RunOptions) -> None:

@@ -112,20 +112,21 @@ def _from_trade_off(folder: Path, results: Mapping[str, Any], value: str) -> Cel
 
 
 def _from_threat_levels(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
-    """'tokens:ATTACK', the victim under an attack on the public backbone; 'bare:ATTACK', that backbone itself."""
-    whose, _, attack = value.partition(":")
-    ladder = results["ladder"]
-    row = next(each for each in ladder["rows"] if each["level"] == "T2" and each["attack"] == f"{attack}, public")
-    if whose == "tokens":
-        samples = _columns(folder / "samples.parquet")
-        name = next(
-            each["name"] for each in results["attacks"] if (each["level"], each["attack"]) == ("T2", row["attack"])
-        )
-        return _share(samples[f"held:{name}"].astype(float), samples["index"])
-    control = next(
-        each for each in ladder["controls"] if each["control"] == "no tokens" and each["attack"].endswith(row["attack"])
+    """'tokens:ATTACK', the victim under an attack on the public backbone; 'bare:ATTACK', that backbone itself;
+    'cosine:NAME', the victim's features under the released attack on the public backbone."""
+    whose, _, what = value.partition(":")
+    if whose == "cosine":
+        rows = results["feature_levels"]["rows"]
+        row = next(each for each in rows if each["level"] == "T2" and not each["in_pixels"])
+        cosines = _columns(folder / "cosines.parquet")
+        column = next(name for name in cosines if name.startswith(f"T2 {row['attack']} at ") and name.endswith(what))
+        return _mean(cosines[column].astype(float), cosines["index"])
+    name = next(
+        each["name"] for each in results["attacks"] if (each["level"], each["attack"]) == ("T2", f"{what}, public")
     )
-    return Cell(control["robust_accuracy"], tuple(control["ci95"]), control["n"])
+    samples = _columns(folder / "samples.parquet")
+    column = f"held:{name}" if whose == "tokens" else f"held:{name}, no tokens"
+    return _share(samples[column].astype(float), samples["index"])
 
 
 def _from_study(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
@@ -136,9 +137,15 @@ def _from_study(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
 
 
 def _from_probe(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
+    """'miou' of clean images; 'public:ATTACK', the mean of images' own mIoU under an attacker without tokens and head,
+    which of a model without tokens is the model itself; else what an audit has."""
     if value == "miou":
         clean = results["segmentation"]["clean"]
-        return Cell(clean["mean_iou"], tuple(clean["mean_iou_ci95"]), clean.get("n"))
+        return Cell(clean["mean_iou"], tuple(clean["mean_iou_ci95"]), clean["images"])
+    whose, _, attack = value.partition(":")
+    if whose == "public":
+        found = [each for each in results["segmentation"]["attacks"] if each["name"] == attack][-1]
+        return Cell(found["mean_iou_per_image"], tuple(found["mean_iou_per_image_ci95"]), found["images"])
     return _from_audit(folder, results, value)
 
 

@@ -144,7 +144,7 @@ class _Runner:
         return Subject(str(folder), {}, job.test_data, root, folder, heads)
 
     def _head_of(self, job: Job) -> Callable[[str], Path]:
-        return lambda name: self.folder / "evaluations" / job.evaluation_name(name) / "weights" / "head.safetensors"
+        return lambda name: self.folder / "evaluations" / job.evaluation_name(name)
 
     def _train(self, training: Training) -> None:
         for _, earlier in training.after:

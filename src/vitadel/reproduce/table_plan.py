@@ -51,6 +51,8 @@ def plan_table(table: TableJobs) -> dict[str, Any]:
                 job.evaluation_name(name),
                 {"run": evaluation.run, "data": evaluation.data or job.test_data, **evaluation.settings, "rows": []},
             )
+            if entry["data"] is None and evaluation.run not in ("probe", "training", "model"):
+                raise UserError(f"{table.name}, row {job.row.id}: no test data is named for {name}")
             if not entry["rows"]:
                 read = [
                     job.values[column.id] for column in table.columns if column.of == name and column.id in job.values

@@ -7,6 +7,7 @@ these controls is learned robustness.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from torch.nn import functional as F
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.runtime.rng import SampleRNG
 from vitadel.threat_levels.levels import Head
+
+NO_TOKENS = "no tokens"
+"""The control that is the public backbone itself."""
 
 
 class Resized(nn.Module):
@@ -49,10 +53,11 @@ def untrained_controls(victim: TokenClassifier, head: Head, seed: int, scale: fl
     classifier, (count, width) = victim.classifier, victim.tokens.shape
 
     def with_tokens(tokens: Tensor) -> nn.Module:
-        return head(TokenClassifier(classifier, tokens.to(victim.tokens.device), placement=victim.placement))
+        places: dict[str, Any] = {"placement": victim.placement, "layers": victim.layers}
+        return head(TokenClassifier(classifier, tokens.to(victim.tokens.device), **places))
 
     return {
-        "no tokens": head(classifier),
+        NO_TOKENS: head(classifier),
         "untrained tokens": with_tokens(fresh_tokens(width, count, scale, seed)),
         "zero tokens": with_tokens(torch.zeros(count, width)),
         "tiny resize": Resized(head(classifier)),

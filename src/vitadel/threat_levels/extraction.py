@@ -18,10 +18,14 @@ from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
+from vitadel.instrument.tokens import token_width
 from vitadel.threat_levels.levels import Head
 
 EXPOSED = ("features", "scores")
 """What a victim may expose: class and patch tokens, or logits."""
+
+GUESSED = 10
+"""How many tokens an attacker assumes who does not know the number: the paper's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,25 +62,28 @@ def extract_tokens(
     images: Iterable[Tensor],
     exposed: str = "features",
     *,
+    count: int = GUESSED,
     steps: int = 300,
     rate: float = 3e-3,
     seed: int = 0,
     head: Head | None = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Extracted:
-    """Fit as many tokens as the victim has to its outputs, by Adam with a cosine schedule.
+    """Fit `count` tokens, a guess, before the first block of the public backbone to the victim's outputs, by Adam with
+    a cosine schedule.
 
-    `images` are batches of the attacker's own; the last one is not queried and measures the fit. Only the outputs that
-    `exposed` names are used; scores are those of `head` on the victim, if it is not the backbone's own.
+    `images` are batches of the attacker's own; the last one is not queried and measures the fit, for the report. The
+    fit sees the public backbone and the outputs that `exposed` names, nothing else of the victim: not how many tokens
+    it has, nor where. Scores are those of `head` on the victim, if it is not the backbone's own.
     """
     if exposed not in EXPOSED:
         raise UserError(f"exposed must be {' or '.join(EXPOSED)}, got {exposed!r}")
     *queried, unseen = list(images)
     if not queried:
         raise UserError("token extraction needs at least two batches of images: to query, and to measure the fit")
-    classifier, (count, width) = victim.classifier, victim.tokens.shape
-    start = fresh_tokens(width, count, seed=seed).to(victim.tokens)
-    model = TokenClassifier(classifier, start, placement=victim.placement)
+    classifier = victim.classifier
+    start = fresh_tokens(token_width(classifier), count, seed=seed).to(unseen)
+    model = TokenClassifier(classifier, start)
     with_head = {each: each if head is None else head(each) for each in (victim, model)}
 
     def outputs(of: TokenClassifier, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitadel.adapters.tokens.token_classifier import TokenClassifier
 from vitadel.attacks.parse import make
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.settings import training_form
+from vitadel.attacks.settings import pixels_per_unit, training_form
 from vitadel.attacks.threats import Linf
 from vitadel.errors import check_known
 from vitadel.types import Attack
@@ -52,6 +52,10 @@ LEVELS = {
         Level("T8", "randomised bank", "every set of tokens of a bank, but not which one answers a query"),
     )
 }
+
+
+NEED_TOKENS = ("T3", "T4", "T7", "T8")
+"""Levels at which attackers make tokens, so that there must be a victim with tokens."""
 
 
 def check_levels(codes: Sequence[str]) -> tuple[str, ...]:
@@ -156,7 +160,7 @@ def _all_attacks(
     if assets.own_head is not None:
         yield LevelAttack("T2", f"pgd-{steps}, own head", assets.own_head(assets.victim.classifier), pgd)
     for name in dict.fromkeys(on_public):
-        yield LevelAttack("T2", f"{name}, public", public, _named(name))
+        yield LevelAttack("T2", f"{name}, public", public, _named(name), in_pixels=_in_pixels(name))
     tuned = _TUNED * steps
     yield LevelAttack(
         "T2+", f"diverse-{tuned} beside random tokens", public, _named(f"diverse-{tuned}(tokens={_GUESSED})")
@@ -173,7 +177,8 @@ def _all_attacks(
     yield LevelAttack("T6", f"pgd-{steps}", victim, _pgd(steps, stops=True), queries_victim=True)
     for name in dict.fromkeys(white_box):
         if name not in (f"pgd-{steps}", away_name):  # they run anyway
-            yield LevelAttack("T6", name, victim, _named(name, stops=True), queries_victim=True)
+            named = _named(name, stops=True)
+            yield LevelAttack("T6", name, victim, named, queries_victim=True, in_pixels=_in_pixels(name))
     for exposed, extracted in assets.extracted:
         yield LevelAttack("T7", f"pgd-{steps}, from {exposed}", assets.head(extracted), pgd)
     if assets.bank:
@@ -190,3 +195,7 @@ def _pgd(steps: int, stops: bool = False) -> Callable[[float], Attack]:
 
 def _named(name: str, stops: bool = False) -> Callable[[float], Attack]:
     return lambda eps: make(name, eps=eps) if stops else training_form(make(name, eps=eps))
+
+
+def _in_pixels(name: str) -> bool:
+    return pixels_per_unit(make(name, eps=RELEASED_EPS)) == 1

@@ -11,18 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.token_classifier import TokenClassifier
+from vitadel.adapters.tokens.token_classifier import TokenClassifier, with_one_set
 from vitadel.adapters.tokens.token_files import load_tokens
 from vitadel.data.spec import same_images
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import RunContext
 from vitadel.evaluation.engine.target import CalibrationImages, Target, calibration_images
+from vitadel.instrument.tokens import token_width
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import progress
 from vitadel.runtime.run_folder import RunFolder
 from vitadel.threat_levels.controls import untrained_controls
-from vitadel.threat_levels.extraction import EXPOSED, Extracted, extract_tokens, read_extracted, save_extracted
-from vitadel.threat_levels.levels import AttackerAssets
+from vitadel.threat_levels.extraction import (
+    EXPOSED,
+    GUESSED,
+    Extracted,
+    extract_tokens,
+    read_extracted,
+    save_extracted,
+)
+from vitadel.threat_levels.levels import NEED_TOKENS, AttackerAssets
 from vitadel.threat_levels.request import TOKEN_SETS, ThreatLevelsRequest
 from vitadel.threat_levels.token_training import TokenRecipe, TokenTraining, Trainer, control_changes, read_recipe
 from vitadel.training.recipes.check import read_data_spec
@@ -60,6 +68,26 @@ class Prepared:
     assets: AttackerAssets
     controls: dict[str, nn.Module] = field(default_factory=dict)
     extracted: dict[str, Extracted] = field(default_factory=dict)
+
+
+def find_victim(target: Target, levels: Sequence[str]) -> TokenClassifier:
+    """The model with its tokens. One without any is its own public backbone, at the levels that need no tokens."""
+    model = with_one_set(
+        target.model,
+        "threat levels judge one set of secret tokens, and a bank of them at T8: give one file with --tokens, and the "
+        "others with --bank.",
+    )
+    if model is not None:
+        return model
+    needed = [level for level in levels if level in NEED_TOKENS]
+    if needed:
+        raise UserError(
+            f"threat levels judge secret tokens, and '{target.model_spec}' has none, which {', '.join(needed)} need. "
+            "Give the run folder of `vitadel harden tokens/...`, or a backbone with --tokens FILE; or leave these "
+            "levels out with --levels, to judge the model as it is."
+        )
+    nothing = torch.zeros(1, token_width(target.model))
+    return TokenClassifier(target.model, nothing, enabled=False).eval()
 
 
 def open_provided(
@@ -118,7 +146,7 @@ def _plan_trainings(
     ) -> TokenTraining:
         """Use the first of the `choices` of data that can be opened."""
         for data in choices:
-            training = TokenTraining(victim, recipe, data, target.data_root)
+            training = TokenTraining(victim, recipe, data, target.data_root, as_victim="surrogate" not in variants)
             try:
                 training.check(processes, variants)
                 return training
@@ -130,18 +158,32 @@ def _plan_trainings(
     other = f"Give {'' if theirs is None else 'other '}images with --attacker-data SPEC, or"
     if request.to_train("surrogates"):
         advice = f"{other} token files with --surrogates."
-        trainings["surrogates"] = plan("surrogates (T3, T4)", advice, [theirs], {"surrogate": {}})
+        guesses = _guesses(request) or [{}]
+        variants = {"surrogate": guesses[0], **{f"surrogate {k}": each for k, each in enumerate(guesses[1:], start=2)}}
+        trainings["surrogates"] = plan("surrogates (T3, T4)", advice, [theirs], variants)
     if request.to_train("bank"):
         advice = (
             "A bank is the defender's and trained on the recipe's own images, whatever --attacker-data is: give "
             "token files with --bank, a recipe with other data, or leave T8 out with --levels."
         )
         trainings["bank"] = plan("sets for a bank (T8)", advice, [None], {"bank": {}})
-    if "T2" in request.levels:
+    if "T2" in request.levels and victim.enabled:
         choices = [None] if theirs is None else [None, theirs]
         advice = f"{other} leave T2 out with --levels."
         trainings["controls"] = plan("controls (T2)", advice, choices, control_changes(recipe))
     return trainings
+
+
+def _guesses(request: ThreatLevelsRequest) -> list[dict[str, Any]]:
+    """Changes of the recipe for attackers who try numbers of tokens, one after the other."""
+    return [{"adapter.count": number} for number in request.guess]
+
+
+def _fits(request: ThreatLevelsRequest) -> dict[str, tuple[str, int]]:
+    """What T7 fits, by name: (what is exposed, how many tokens)."""
+    if not request.guess:
+        return {exposed: (exposed, GUESSED) for exposed in EXPOSED}
+    return {f"{exposed}, {n} tokens": (exposed, n) for exposed in EXPOSED for n in request.guess}
 
 
 def planned_assets(assets: AttackerAssets, request: ThreatLevelsRequest) -> AttackerAssets:
@@ -151,7 +193,7 @@ def planned_assets(assets: AttackerAssets, request: ThreatLevelsRequest) -> Atta
     return dataclasses.replace(
         assets,
         surrogates=(victim,) * counts["surrogates"],
-        extracted=tuple((name, victim) for name in EXPOSED) if "T7" in request.levels else (),
+        extracted=tuple((name, victim) for name in _fits(request)) if "T7" in request.levels else (),
         bank=(victim,) * (counts["bank"] + 1) if counts["bank"] else (),
     )
 
@@ -166,11 +208,12 @@ def prepare(
     for name, of_one in (("surrogates", "surrogate"), ("bank", "bank")):
         if name in trainings:
             count, seed = request.to_train(name), request.seed + _SEEDS[name]
-            sets[name] = trainer.train_several(trainings[name], of_one, count, seed)
+            changes = _guesses(request) if name == "surrogates" else []
+            sets[name] = trainer.train_several(trainings[name], of_one, count, seed, changes)
     _refuse_equal(victim, sets)
     extracted = {} if provided.images is None else _extract(context, request, assets, provided.images, run)
     controls: dict[str, nn.Module] = {}
-    if "T2" in request.levels:
+    if "T2" in request.levels and victim.enabled:
         scale = {} if provided.recipe is None else {"scale": provided.recipe.scale}
         controls = untrained_controls(victim, assets.head, request.seed + _SEEDS["controls"], **scale)
     if "controls" in trainings:
@@ -195,46 +238,49 @@ def _extract(
 ) -> dict[str, Extracted]:
     """Fit tokens in the main process for all, and save them: other devices or thread counts round differently."""
     source, rows = images
+    fits = _fits(request)
     steps, seed, processes = request.extraction[1], request.seed + _SEEDS["extraction"], context.processes
 
-    def fit(exposed: str) -> Extracted:
+    def fit(name: str) -> Extracted:
+        exposed, count = fits[name]
         reading = CalibrationImages(source, rows, context.preprocess, processes.device, request.skip_bad)
         pixels = torch.cat([x for x, _ in reading]).split(_BATCH)
-        with progress(f"fit tokens to {exposed}", steps, context.show_progress) as meter:
+        with progress(f"fit tokens to {name}", steps, context.show_progress) as meter:
             return extract_tokens(
                 assets.victim,
                 pixels,
                 exposed,
+                count=count,
                 steps=steps,
                 seed=seed,
                 head=assets.head,
                 on_step=lambda step: meter.advance(1),
             )
 
-    def read_or_fit(exposed: str) -> dict[str, Any]:
-        file = run.path / _SETS / f"extracted-from-{exposed}.safetensors"
+    def read_or_fit(name: str) -> dict[str, Any]:
+        file = run.path / _SETS / f"extracted-from-{name.replace(', ', '-').replace(' ', '-')}.safetensors"
         if not file.exists():
-            _refuse_verdicts_without_tokens(run, exposed)
-            save_extracted(fit(exposed), file)
+            _refuse_verdicts_without_tokens(run, name)
+            save_extracted(fit(name), file)
         found = read_extracted(file, assets.victim.classifier)
         return {**found.numbers(), "tokens": found.model.tokens.detach().cpu()}
 
     extracted = {}
-    for exposed in EXPOSED:
-        numbers = processes.on_main(lambda exposed=exposed: read_or_fit(exposed))  # type: ignore[misc]
+    for name in fits:
+        numbers = processes.on_main(lambda name=name: read_or_fit(name))  # type: ignore[misc]
         tokens = numbers.pop("tokens").to(processes.device)
-        model = TokenClassifier(assets.victim.classifier, tokens, placement=assets.victim.placement).eval()
+        model = TokenClassifier(assets.victim.classifier, tokens).eval()
         model.tokens.requires_grad_(False)
-        extracted[exposed] = Extracted(model, **numbers)
+        extracted[name] = Extracted(model, **numbers)
     return extracted
 
 
-def _refuse_verdicts_without_tokens(run: RunFolder, exposed: str) -> None:
+def _refuse_verdicts_without_tokens(run: RunFolder, name: str) -> None:
     """Folders of earlier versions have verdicts of T7 without the tokens that they are about."""
     batches = run.batch_file("T7", 0).parents[1]
-    if any(batches.glob(f"T7_*_from_{exposed}_at_*")):
+    if any(batches.glob(f"T7_*_from_{run.batch_file(name, 0).parent.name}_at_*")):
         raise UserError(
-            f"{run.path} has verdicts about tokens fitted to {exposed} (T7), but not these tokens: it was written by "
+            f"{run.path} has verdicts about tokens fitted to {name} (T7), but not these tokens: it was written by "
             "an earlier version, or they were deleted. A new fit may give other tokens. Delete "
             f"{batches}/T7_* to repeat T7, or start a new run with a different --out."
         )
@@ -257,10 +303,11 @@ def _refuse_equal(victim: TokenClassifier, groups: Mapping[str, tuple[TokenClass
 def _refuse_no_bank(victim: TokenClassifier, bank: tuple[TokenClassifier, ...]) -> None:
     """Refuse sets that no `TokenBank` can hold: all sets need the same number of tokens at the same place."""
     for number, each in enumerate(bank, start=1):
-        here, there = ((len(one.tokens), one.placement) for one in (each, victim))
+        here, there = ((len(one.tokens), one.placement, one.layers) for one in (each, victim))
         if here != there:
+            own, other = (f"{n} tokens ({placement}, layers {list(layers)})" for n, placement, layers in (here, there))
             raise UserError(
-                f"set {number} of --bank has {here[0]} tokens ({here[1]}), the victim {there[0]} ({there[1]}): the "
+                f"set {number} of --bank has {own}, the victim {other}: the "
                 "sets of a bank must have the same number at the same place. Train them by one recipe."
             )
 

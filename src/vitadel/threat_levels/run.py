@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.adapters.tokens.token_classifier import TokenClassifier, with_one_set
-from vitadel.attacks.features import feature_cosine, final_features
 from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import Classifier
 from vitadel.data.batches import Batch, read_batches
@@ -37,16 +35,14 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import RunFolder
+from vitadel.threat_levels.feature_cosines import COSINES_FILE, cosines_table, measured_cosines
 from vitadel.threat_levels.levels import RELEASED_EPS, AttackerAssets, Head, LevelAttack, level_attacks
-from vitadel.threat_levels.prepare import Prepared, open_provided, planned_assets, prepare
+from vitadel.threat_levels.prepare import Prepared, find_victim, open_provided, planned_assets, prepare
 from vitadel.threat_levels.request import ThreatLevelsRequest
 from vitadel.threat_levels.table import ThreatLevelTable, threat_level_results
 
 VICTIM = "tokens"
 _PROBE = 8  # images
-
-_COSINES = {"tokens": {"token": "token", "channel": "channel"}, "pooled": {"token": "pooled"}}
-"""Kind of features -> the axes that they are compared along, and the names of these cosines."""
 
 
 def run_threat_levels(
@@ -62,7 +58,7 @@ def run_threat_levels(
 ) -> Outcome:
     """Run all levels. `head` is the victim's, if not the one that the backbone came with; `own_head` is the attacker's
     (T2), `other` the model of T1. `show_plan` gets the expected cost as a sentence."""
-    assets = AttackerAssets(_victim(target).to(processes.device), own_head=own_head, other=other)
+    assets = AttackerAssets(find_victim(target, request.levels).to(processes.device), own_head=own_head, other=other)
     opened = target.model_fingerprint()  # as it came: without a head that is put on it here, and with all its classes
     if head is not None:
         assets = dataclasses.replace(assets, head=head)
@@ -104,6 +100,8 @@ def run_threat_levels(
             runner = dataclasses.replace(runner, context=dataclasses.replace(context, expected=expected))
         table = runner.run_all(verdicts)
         run.write("samples.parquet", table.samples())
+        if table.cosines:
+            run.write(COSINES_FILE, cosines_table(verdicts.index, table.cosines))
         return threat_level_results(target, table, settings)
 
     # Earlier versions did not record the fingerprint of the model as it was opened.
@@ -112,22 +110,9 @@ def run_threat_levels(
     return execute("audit", name, settings, processes, work, target=target, not_compared=not_compared, **options)
 
 
-def _victim(target: Target) -> TokenClassifier:
-    model = with_one_set(
-        target.model,
-        "threat levels judge one set of secret tokens, and a bank of them at T8: give one file with --tokens, and the "
-        "others with --bank.",
-    )
-    if model is None:
-        raise UserError(
-            f"threat levels judge secret tokens, and '{target.model_spec}' has none. Give the run folder of `vitadel "
-            "harden tokens/...`, or a backbone with --tokens FILE."
-        )
-    return model
-
-
 def _attacks(request: ThreatLevelsRequest, assets: AttackerAssets) -> list[LevelAttack]:
-    return level_attacks(request.levels, assets, request.steps, request.queries, request.white_box, request.public)
+    white_box = request.white_box or ()
+    return level_attacks(request.levels, assets, request.steps, request.queries, white_box, request.public)
 
 
 def _with_class_subset(chosen: nn.Module, assets: AttackerAssets) -> AttackerAssets:
@@ -234,8 +219,7 @@ class _LevelRunner:
                 record[f"right:{name}"] = verdict.held.cpu().numpy()
                 record["void"] = verdict.void.cpu().numpy()
             if level_attack.features:
-                moved = _cosines(self.prepared.assets, batch.x, z)
-                record |= {f"cosine:{name}": each.cpu().numpy() for name, each in moved.items()}
+                record |= measured_cosines(self.prepared.assets, batch.x, z)
             return record
 
         def summarize(record: BatchRecord) -> str:
@@ -249,19 +233,3 @@ class _LevelRunner:
         if context.costs is not None:
             context.costs.add_attack(stage, attack, records, level_attack.models)
         return records
-
-
-@torch.no_grad()
-def _cosines(assets: AttackerAssets, x: Tensor, z: Tensor) -> dict[str, Tensor]:
-    """Cosines of attacked features with the tokens to those of the bare backbone (the paper's text) and to the
-    victim's own (the released code), and without tokens; per token, and per channel as in the released code; of pooled
-    features, too, if the defense compares those."""
-    victim, bare = assets.victim, assets.victim.classifier
-    found: dict[str, Tensor] = {}
-    for kind in dict.fromkeys(("tokens", assets.features)):
-        clean, own = final_features(bare, x, kind), final_features(victim, x, kind)
-        with_tokens, without = final_features(victim, z, kind), final_features(bare, z, kind)
-        pairs = {"to bare": (with_tokens, clean), "to own": (with_tokens, own), "no tokens": (without, clean)}
-        for axis, name_of_axis in _COSINES[kind].items():
-            found |= {f"{name}, {name_of_axis}": feature_cosine(*pair, axis) for name, pair in pairs.items()}
-    return found

@@ -17,7 +17,9 @@ from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.engine.verdicts import Verdicts, costs_of, samples_table
 from vitadel.quantities import quantity_text
 from vitadel.statistics import share
+from vitadel.threat_levels.controls import NO_TOKENS
 from vitadel.threat_levels.extraction import Extracted
+from vitadel.threat_levels.feature_cosines import cosine_columns
 from vitadel.threat_levels.levels import LEVELS, RELEASED_PIXELS, AttackerAssets, LevelAttack
 from vitadel.threat_levels.request import ThreatLevelsRequest
 from vitadel.threat_levels.sanity import findings_about_order
@@ -49,6 +51,8 @@ class ThreatLevelTable:
     by_victim: dict[tuple[str, float], Tensor] = field(default_factory=dict)  # of the first set, if a bank is judged
     rows: list[dict[str, Any]] = field(default_factory=list)
     controls: list[dict[str, Any]] = field(default_factory=list)
+    bare: dict[str, Tensor] = field(default_factory=dict)  # verdicts on the backbone without tokens, by attack
+    cosines: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     correct: dict[str, Tensor] = field(default_factory=dict)  # of other models than the victim, on clean images
 
     def add_clean(self, name: str, records: Sequence[BatchRecord]) -> None:
@@ -66,12 +70,17 @@ class ThreatLevelTable:
             counts["expected_accuracy"] = float(each.double().mean())
         else:
             robust = self._before(attack, eps) & _over_all(records, "right:tokens", exposed)
-        self.rows.append({**self._row(attack, eps, records, robust), "attacked": int(exposed.sum()), **counts})
+        row = {**self._row(attack, eps, records, robust), "attacked": int(exposed.sum()), **counts}
+        self.rows.append(row)
+        if moved := cosine_columns(records):
+            self.cosines[attack_name(row)] = moved
         self.robust[attack.title, eps] = robust
         for name, clean in self.correct.items():
             if records and f"right:{name}" in records[0]:
                 right = clean & _over_all(records, f"right:{name}", exposed)
                 self.controls.append(self._control(name, attack, eps, right))
+                if name == NO_TOKENS:
+                    self.bare[f"{attack_name(row)}, {NO_TOKENS}"] = right
         return robust
 
     def _bank(self) -> list[Tensor]:
@@ -87,7 +96,6 @@ class ThreatLevelTable:
         return left
 
     def _row(self, attack: LevelAttack, eps: float, records: Sequence[BatchRecord], robust: Tensor) -> dict[str, Any]:
-        cosines = [name for name in (records[0] if records else {}) if name.startswith("cosine:")]
         settings = settings_of(attack.attack(eps))
         return {
             "level": attack.level,
@@ -99,7 +107,7 @@ class ThreatLevelTable:
             "in_pixels": attack.in_pixels,
             "settings": settings,
             **_accuracy(robust),
-            "cosines": {name.removeprefix("cosine:"): float(_column(records, name).mean()) for name in cosines},
+            "cosines": {name: float(values.mean()) for name, values in cosine_columns(records).items()},
             **costs_of(records),
             "judged_on": "every set of the bank" if attack.judges else "deployed model",
         }
@@ -144,6 +152,7 @@ class ThreatLevelTable:
 
     def samples(self) -> bytes:
         held = {attack_name(row): self.robust[_key(row)] for row in self.rows}
+        held |= self.bare
         return samples_table(replace(self.verdicts, held=held))
 
 
@@ -152,9 +161,9 @@ def threat_level_results(target: Target, table: ThreatLevelTable, settings: Mapp
     request, verdicts, n = table.request, table.verdicts, len(table.verdicts.index)
     largest = max(request.eps)
     worst = table.worst(largest)
-    counts: dict[str, dict[float, int]] = {}
+    held: dict[str, dict[float, Tensor]] = {}
     for code, eps, robust in table.by_level():
-        counts.setdefault(code, {})[eps] = int(robust.sum())
+        held.setdefault(code, {})[eps] = robust
     return {
         **result_header(request.seed, suite="ladder"),
         **describe_target(target, settings["model_fingerprint"], len(verdicts.index), verdicts.bad),
@@ -165,7 +174,7 @@ def threat_level_results(target: Target, table: ThreatLevelTable, settings: Mapp
         "attacks": [{**row, "name": attack_name(row), "paper_style": None, "own_rules": False} for row in table.rows],
         "worst_case": None if worst is None else _accuracy(worst),
         "ladder": {**_levels(table), "control_data": settings["control_data"]},
-        "findings": findings_about_order(counts, n),
+        "findings": findings_about_order(held),
     }
 
 
@@ -191,8 +200,8 @@ def _levels(table: ThreatLevelTable) -> dict[str, Any]:
         for sets in (assets.surrogates, assets.bank)
     )
     return {
-        "tokens": len(assets.victim.tokens),
-        "fingerprint": assets.victim.fingerprint,
+        "tokens": len(assets.victim.tokens) if assets.victim.enabled else 0,
+        "fingerprint": assets.victim.fingerprint if assets.victim.enabled else None,
         "levels": levels,
         "left_out": [*(code for code in request.levels if code not in run), *_missing_parts(table)],
         "rows": table.rows,

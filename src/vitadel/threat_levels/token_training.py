@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,27 +79,36 @@ def control_changes(recipe: TokenRecipe) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class TokenTraining:
-    """How token sets are trained on the victim's frozen classifier; `data` None means the recipe's own images."""
+    """How token sets are trained on the victim's frozen classifier; `data` None means the recipe's own images.
+
+    The defender's sets have as many tokens as the victim, in the same place (`as_victim`); attackers only know what the
+    recipe says.
+    """
 
     victim: TokenClassifier
     recipe: TokenRecipe
     data: str | None
     data_root: str | Path | None
+    as_victim: bool = True
 
     def build(self, what: str, seed: int, changes: Mapping[str, Any] = _AS_WRITTEN) -> Recipe:
-        """The recipe for one set, with as many tokens as the victim, in the same place.
-
-        Each set has its own seed, for its initial tokens and its choice of images.
-        """
+        """The recipe for one set. Each has its own seed, for its initial tokens and its choice of images."""
         overrides: dict[str, Any] = {
-            "adapter.count": len(self.victim.tokens),
-            "adapter.placement": self.victim.placement,
+            **(self._victims_settings() if self.as_victim else {}),
             "adapter.seed": seed,
             "train.seed": seed,
             **({} if self.data is None else {"data.train": self.data}),
             **changes,
         }
         return self.recipe.build(overrides, what)
+
+    def _victims_settings(self) -> dict[str, Any]:
+        layers = self.victim.layers
+        return {
+            "adapter.count": len(self.victim.tokens) // len(layers),
+            "adapter.placement": self.victim.placement,
+            "adapter.layers": list(layers),
+        }
 
     def check(self, processes: Processes, variants: Mapping[str, Mapping[str, Any]]) -> None:
         """Build the recipe with each variant's changes and open its data, so that a `UserError` comes now."""
@@ -115,8 +124,14 @@ class Trainer:
     processes: Processes
     show_progress: bool = False
 
-    def train_several(self, training: TokenTraining, name: str, count: int, seed: int) -> tuple[TokenClassifier, ...]:
-        return tuple(self.train(training, f"{name} {number + 1}", seed + number) for number in range(count))
+    def train_several(
+        self, training: TokenTraining, name: str, count: int, seed: int, changes: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[TokenClassifier, ...]:
+        """`count` sets; each takes the next of the `changes`, over and over."""
+        turns = [changes[number % len(changes)] if changes else _AS_WRITTEN for number in range(count)]
+        return tuple(
+            self.train(training, f"{name} {number + 1}", seed + number, turn) for number, turn in enumerate(turns)
+        )
 
     def train_controls(self, training: TokenTraining, seed: int) -> dict[str, TokenClassifier]:
         """Train tokens without an attack, by the name of the control."""

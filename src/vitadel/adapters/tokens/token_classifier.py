@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError
-from vitadel.instrument.tokens import check_placement, extra_tokens, token_width
+from vitadel.instrument.tokens import check_layers, check_placement, extra_tokens, token_width
 from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.secrets import fingerprint
 
@@ -39,10 +39,11 @@ def fresh_tokens(width: int, count: int, scale: float = 0.01, seed: int = 0) -> 
 class _WithTokens(nn.Module):
     """A frozen classifier in eval mode, with a secret that has a salted fingerprint."""
 
-    def __init__(self, classifier: Classifier, placement: str, salt: bytes | None) -> None:
+    def __init__(self, classifier: Classifier, placement: str, layers: tuple[int, ...], salt: bytes | None) -> None:
         super().__init__()
         self.classifier = classifier.requires_grad_(False).eval()
         self.placement = placement
+        self.layers = layers
         self.salt = secrets.token_bytes(_SALT) if salt is None else salt
 
     @property
@@ -60,7 +61,8 @@ class _WithTokens(nn.Module):
         return 1 if self.secret.dim() == 2 else len(self.secret)
 
     def _record(self, what: str) -> ModelRecord:
-        record, note = self.classifier.record, f"{what} ({self.placement}), fingerprint {self.fingerprint}"
+        where = self.placement if self.layers == (0,) else f"{self.placement}, blocks {list(self.layers)}"
+        record, note = self.classifier.record, f"{what} ({where}), fingerprint {self.fingerprint}"
         return replace(record, notes=record.notes | {"tokens": note})
 
     def train(self, mode: bool = True) -> Self:
@@ -70,7 +72,8 @@ class _WithTokens(nn.Module):
 
 
 class TokenClassifier(_WithTokens):
-    """A classifier that runs with `tokens`, (R, width), its only trainable parameters.
+    """A classifier that runs with `tokens`, (R, width), its only trainable parameters; as in the paper they join before
+    the first block, or in equal shares before the blocks `layers`.
 
     The given classifier itself is used: its parameters are frozen and it stays in eval mode, so that dropout adds no
     noise to the training of the tokens; gradients still reach images and tokens. With `enabled` off, outputs are those
@@ -86,12 +89,13 @@ class TokenClassifier(_WithTokens):
         tokens: Tensor,
         *,
         placement: str = "prefix",
+        layers: Sequence[int] = (0,),
         enabled: bool = True,
         salt: bytes | None = None,
     ) -> None:
         _check_tokens(classifier, tokens)
         check_placement(classifier, placement)
-        super().__init__(classifier, placement, salt)
+        super().__init__(classifier, placement, check_layers(classifier, layers, len(tokens)), salt)
         self.tokens = nn.Parameter(tokens.detach().clone())
         self.enabled = enabled
         register: Any = self.register_state_dict_post_hook  # untyped in torch
@@ -108,7 +112,7 @@ class TokenClassifier(_WithTokens):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.enabled:
-            return _run(self.classifier, self.tokens, self.placement, x)
+            return _run(self.classifier, self.tokens, self.placement, self.layers, x)
         logits: Tensor = self.classifier(x)
         return logits
 
@@ -132,6 +136,7 @@ class TokenBank(_WithTokens):
         sets: Sequence[Tensor],
         *,
         placement: str = "prefix",
+        layers: Sequence[int] = (0,),
         generator: torch.Generator | None = None,
         salt: bytes | None = None,
     ) -> None:
@@ -147,7 +152,7 @@ class TokenBank(_WithTokens):
                 f"the sets of a bank must have the same number of tokens, got {', '.join(map(str, counts))}."
             )
         check_placement(classifier, placement)
-        super().__init__(classifier, placement, salt)
+        super().__init__(classifier, placement, check_layers(classifier, layers, counts[0]), salt)
         self.register_buffer("sets", torch.stack([tokens.detach() for tokens in sets]), persistent=False)
         self._key = secrets.token_bytes(_SALT) if generator is None else _bytes_of(generator)
 
@@ -163,7 +168,7 @@ class TokenBank(_WithTokens):
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = _draw(self._key, len(self.sets), len(x)).to(self.sets.device)
-        return _run(self.classifier, self.sets[chosen], self.placement, x)
+        return _run(self.classifier, self.sets[chosen], self.placement, self.layers, x)
 
     def extra_repr(self) -> str:
         return f"sets={len(self.sets)}, tokens={self.sets.shape[1]}, fingerprint={self.fingerprint}"
@@ -183,8 +188,10 @@ def token_bytes(tokens: Tensor) -> bytes:
     return repr(tuple(values.shape)).encode() + values.numpy().tobytes()
 
 
-def _run_with_tokens(classifier: Classifier, tokens: Tensor, placement: str, x: Tensor) -> Tensor:
-    with extra_tokens(classifier, tokens, placement=placement):
+def _run_with_tokens(
+    classifier: Classifier, tokens: Tensor, placement: str, layers: tuple[int, ...], x: Tensor
+) -> Tensor:
+    with extra_tokens(classifier, tokens, placement=placement, layers=layers):
         logits: Tensor = classifier(x)
     return logits
 
@@ -198,7 +205,7 @@ def _draw_sets(key: bytes, below: int, count: int) -> Tensor:
 
 
 # Never compiled: hooks change at run time, and a draw must not become a constant.
-_run: Callable[[Classifier, Tensor, str, Tensor], Tensor] = torch.compiler.disable(_run_with_tokens)
+_run: Callable[[Classifier, Tensor, str, tuple[int, ...], Tensor], Tensor] = torch.compiler.disable(_run_with_tokens)
 _draw: Callable[[bytes, int, int], Tensor] = torch.compiler.disable(_draw_sets)
 
 

@@ -40,8 +40,11 @@ def token_maps(maps: Sequence[Tensor], tokens: int, batch: int, own: OwnTokens) 
 
     Extra tokens are kept as queries and left out as keys.
     """
-    all_tokens = tokens + own.extra
-    fitting = [own(each, 3) for each in maps if (len(each), *each.shape[2:]) == (batch, all_tokens, all_tokens)]
+    fitting = [
+        own(each, 3)
+        for each in maps
+        if len(each) == batch and each.shape[2] == each.shape[3] and own.fits(each.shape[3], tokens)
+    ]
     if not fitting:
         raise UserError(
             "Patch-Fool follows the attention between patches, and this model has none: none of its "

@@ -37,6 +37,18 @@ _RESAMPLING = {
 Values = np.ndarray[Any, np.dtype[np.int64]]
 
 
+def resampling_of(interpolation: str) -> Image.Resampling:
+    return _RESAMPLING.get(interpolation, Image.Resampling.BICUBIC)
+
+
+class Cut(Protocol):
+    """How image and mask get the size that a model takes."""
+
+    def pair(self, image: Image.Image, values: Values, index: int) -> tuple[Tensor, Tensor]:
+        """uint8, (3, height, width), and int64, (height, width), of the image with this number."""
+        ...
+
+
 @dataclass(frozen=True)
 class ResizeCrop:
     """Resize an image to cover `size`, (height, width), keeping its aspect ratio, and crop the center.
@@ -48,9 +60,13 @@ class ResizeCrop:
     size: tuple[int, int]
     interpolation: str = "bicubic"
 
+    def pair(self, image: Image.Image, values: Values, index: int) -> tuple[Tensor, Tensor]:
+        """Both; where the image is among others makes no difference here."""
+        return self.image(image), self.mask(values)
+
     def image(self, image: Image.Image) -> Tensor:
         """uint8, (3, height, width)."""
-        resampling = _RESAMPLING.get(self.interpolation, Image.Resampling.BICUBIC)
+        resampling = resampling_of(self.interpolation)
         return torch.from_numpy(np.array(self._crop(image, resampling), dtype=np.uint8)).permute(2, 0, 1).contiguous()
 
     def mask(self, values: Values) -> Tensor:
@@ -98,12 +114,13 @@ class MaskedImages:
     def name(self, index: int) -> str:
         return self.pairs.name(index)
 
-    def read(self, indices: Sequence[int] | Tensor, crop: ResizeCrop) -> tuple[Tensor, Tensor]:
+    def read(self, indices: Sequence[int] | Tensor, crop: Cut) -> tuple[Tensor, Tensor]:
         """Pixels in [0, 1], (n, 3, height, width), and masks, (n, height, width)."""
-        pairs = [self._pair(int(index), crop) for index in indices]
+        pairs = [crop.pair(*self.pair(int(index)), int(index)) for index in indices]
         return torch.stack([image for image, _ in pairs]) / 255, torch.stack([mask for _, mask in pairs])
 
-    def _pair(self, index: int, crop: ResizeCrop) -> tuple[Tensor, Tensor]:
+    def pair(self, index: int) -> tuple[Image.Image, Values]:
+        """A whole image, and its mask."""
         try:
             image, stored = self.pairs.pair(index)
         except UserError:
@@ -115,7 +132,7 @@ class MaskedImages:
                 f"sample {index} ({self.name(index)}): its image is {image.height} x {image.width} pixels and its "
                 f"mask {stored.shape[0]} x {stored.shape[1]}; both must have the same size. Use masks of these images."
             )
-        return crop.image(image), crop.mask(self._classes_of(stored, index))
+        return image, self._classes_of(stored, index)
 
     def _classes_of(self, stored: Values, index: int) -> Values:
         ignored = np.isin(stored, [VOID, *self.void, *([0] if self.from_one else [])])

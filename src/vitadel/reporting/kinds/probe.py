@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.colors import hsv_to_rgb
 from rich.console import Console
 from rich.markup import escape
 
 from vitadel.quantities import percent
+from vitadel.reporting.figures import Picture, Strip, strip_figure
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.kinds.audit import audit_sections, audit_sentence, show_audit
-from vitadel.reporting.read_runs import Run
+from vitadel.reporting.read_runs import Array, Run, read_arrays
 from vitadel.reporting.tables import Cell, Column, Table, share_cells, share_columns
 from vitadel.reporting.terminal import show_heading, show_section
 
 _BEST = 5  # heads that are shown
+_PICTURES_FILE = "segmented.npz"
+_ROWS = {
+    "images": "image",
+    "truth": "truth",
+    "clean": "prediction",
+    "attacked images": "attacked image",
+    "attacked": "prediction",
+}
+_VOID = 255  # pixels that do not count
+_GOLDEN = 0.618034  # hues of neighboring classes lie far apart
 
 
 def show_probe_plan(text: str) -> None:
@@ -35,7 +49,9 @@ def _sentence(run: Run) -> str:
 
 def _sections(run: Run) -> list[Section]:
     if segmentation := run.results.get("segmentation"):
-        return [_segmentation(run.results, segmentation)]
+        pictures = run.path / _PICTURES_FILE
+        drawn = [_segmented(pictures, segmentation)] if pictures.exists() else []
+        return [_segmentation(run.results, segmentation), *drawn]
     probe = run.results["probe"]
     heads = sorted(probe["heads"], key=lambda head: (-head["correct"], _loss(head)))
     columns = (
@@ -88,6 +104,43 @@ def _segmentation(results: Mapping[str, Any], segmentation: Mapping[str, Any]) -
         remarks.append(f"{void} proposals broke box or budget; the clean image counts in their place.")
     table = Table(f"{segmentation['recipe']}: {chosen}{budget}.", columns, tuple(rows))
     return Section("Segmentation", tables=[table], remarks=remarks, file="segmentation")
+
+
+def _segmented(path: Path, segmentation: Mapping[str, Any]) -> Section:
+    """Predictions as pictures, as in figure 3 of the Robustness Tokens paper."""
+    attacks = segmentation["attacks"]
+    by = f" Attacked by {attacks[0]['name']}" if attacks else ""
+    names = [entry["made_on"] for entry in attacks if entry["name"] == attacks[0]["name"]]
+    by += f", made on the {names[-1]}." if names else ""
+    caption = f"The first test images: truth, and what the deployed segmenter sees. A color is a class.{by}"
+    return Section("Segmented images", lambda: draw_segmented(path), caption)
+
+
+def draw_segmented(path: Path) -> Picture:
+    """Strips of images, true masks and predictions, clean and attacked."""
+    arrays = read_arrays(path)
+    shown = {name: title for name, title in _ROWS.items() if name in arrays}
+    strips = [
+        Strip(title, [each / 255 if each.ndim == 3 else class_colors(each) for each in arrays[name]])
+        for name, title in shown.items()
+    ]
+    with strip_figure(strips) as figure:
+        pass
+    agree = [
+        f"{title} {percent(float((arrays[name] == arrays['truth'])[arrays['truth'] != _VOID].mean()))}"
+        for name, title in (("clean", "clean"), ("attacked", "attacked"))
+        if name in arrays
+    ]
+    return Picture("segmented", figure, f"Segmented images; pixels that get their class: {', '.join(agree)}.")
+
+
+def class_colors(mask: Array) -> Array:
+    """Colors in [0, 1] of class numbers; pixels that do not count are white."""
+    numbers = mask.astype(float)
+    hues = np.stack([numbers * _GOLDEN % 1, np.full(mask.shape, 0.65), 0.45 + 0.5 * (numbers * 7 % 4) / 3], axis=-1)
+    colors = hsv_to_rgb(hues)
+    colors[mask == _VOID] = 1.0
+    return colors
 
 
 def _extent(section: Mapping[str, Any]) -> str:

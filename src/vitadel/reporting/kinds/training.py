@@ -23,6 +23,11 @@ _COSINES = {
     "validation_cosine_clean": ("clean", "clean"),
     "validation_cosine_robust": ("worst", "under attack"),
 }
+_TERMS = {  # of the loss of Robustness Tokens, and without the tokens
+    "invariance": ("clean", "clean images, with the tokens"),
+    "recovery": ("worst", "attacked images, with the tokens"),
+    "regular": ("muted", "attacked images, without tokens"),
+}
 _MOST_CURVES = 6  # in one figure; more would hide each other
 _LAST = 20  # steps, whose mean loss is shown, as in figure 4 of the Robustness Tokens paper
 
@@ -56,6 +61,26 @@ def draw_training(run: Run) -> Picture:
     after = f" After the last epoch, {what} held-out images: {held_out}." if held_out else ""
     spoken = f"Curves of a training of {len(steps)} steps: the loss goes from {steps[0]['loss']:.3f} to "
     return Picture("training", figure, f"{spoken}{steps[-1]['loss']:.3f}.{after}")
+
+
+def draw_terms(run: Run) -> Picture:
+    """The cosines of a token training in every step, and their means over the last steps."""
+    steps, texts = [row for row in run.metrics if "recovery" in row], []
+    with new_figure(240) as figure:
+        axes = figure.add_axes((0.08, 0.17, 0.88, 0.77))
+        for name, (color, label) in _TERMS.items():
+            seen = [(row["step"], row[name]) for row in steps if name in row]
+            if not seen:
+                continue
+            places, values = zip(*seen, strict=True)
+            smooth = [_mean(values[max(0, end - _LAST) : end]) for end in range(1, len(values) + 1)]
+            axes.plot(places, values, color=COLORS[color], linewidth=0.6, alpha=0.4)
+            axes.plot(places, smooth, color=COLORS[color], linewidth=1.5, label=label)
+            texts.append(f"{label}: {values[0]:.3f} to {smooth[-1]:.3f}")
+        axes.set(xlabel="step", ylabel="cosine")
+        add_legend(axes)
+        style_axes(axes)
+    return Picture("terms", figure, f"Cosines with clean features without tokens, first to last: {'; '.join(texts)}.")
 
 
 def compare_trainings(runs: Mapping[str, Run]) -> Section | None:
@@ -160,6 +185,12 @@ def _sections(run: Run) -> list[Section]:
     if training.get("stopped"):
         caption += f" Stopped early: {training['stopped']}."
     own = [Section("Training", lambda: draw_training(run), caption)] if _losses(run) else []
+    if any("recovery" in row for row in run.metrics):
+        said = (
+            "Cosines with the clean features of the model without tokens: every batch, and the mean of the last "
+            f"{_LAST}. As in figure 5 of the Robustness Tokens paper."
+        )
+        own.append(Section("Both terms of the loss", lambda: draw_terms(run), said))
     return [*audit_sections(run), *own]
 
 

@@ -21,6 +21,8 @@ class RobustnessTokens:
     The released code runs `features-30(paper=true)`, which sees the backbone without tokens, and takes the cosine of
     each channel over tokens (`axis: channel`); per token over channels is the natural reading and our default. For
     OpenCLIP it compares projected embeddings instead (`features: pooled`), by their ordinary cosine (`axis: token`).
+    `log_regular` also logs the cosine of f(z) and f(x), without tokens, which takes one more pass: the column "regular"
+    of the paper's table 3.
     """
 
     measured_as: ClassVar[str] = "cosine"
@@ -31,6 +33,7 @@ class RobustnessTokens:
     features: str = "tokens"
     invariance: float = 1.0
     recovery: float = 1.0
+    log_regular: bool = False
 
     def __post_init__(self) -> None:
         check_kind(self.features, self.axis)
@@ -38,7 +41,13 @@ class RobustnessTokens:
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
         clean, attacked = self.measure(model, x, z)
         loss = self.invariance * (1 - clean.mean()) + self.recovery * (1 - attacked.mean())
-        return {"loss": loss, "invariance": clean.mean().detach(), "recovery": attacked.mean().detach()}
+        logged = {"loss": loss, "invariance": clean.mean().detach(), "recovery": attacked.mean().detach()}
+        return logged | ({"regular": self._regular(model, x, z).mean()} if self.log_regular else {})
+
+    @torch.no_grad()
+    def _regular(self, model: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+        here, there = final_features(_find_tokened(model).classifier, torch.cat([x, z]), self.features).chunk(2)
+        return feature_cosine(there, here, self.axis)
 
     def measure(self, model: nn.Module, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """Per image, cosines of features with tokens, clean and attacked, with clean features without tokens."""

@@ -31,7 +31,8 @@ class ProbeData:
     """Data of a linear probe: `train` and `test` are --data specs.
 
     Heads are compared on `held_out` class-balanced images of the training data, on which no head is trained; `limit`
-    uses a class-balanced part of the others.
+    uses a class-balanced part of the others. With `augment` every step sees new random crops and flips, as in DINOv2's
+    protocol; without, features are computed once, of the center crop.
     """
 
     train: str
@@ -39,6 +40,7 @@ class ProbeData:
     held_out: int = 500
     limit: int | None = None
     root: str | None = None
+    augment: bool = False
 
     def __post_init__(self) -> None:
         check_ranges(self, held_out=AT_LEAST_ONE, limit=AT_LEAST_ONE)
@@ -51,7 +53,8 @@ class MaskData:
     Images and masks are resized to cover `size`, (height, width), by default the model's, and center-cropped. The
     number of `classes` of the masks must be given, except for shapes; pixels with the values `void` are ignored. With
     `from_one` classes count from 1 and 0 is ignored, as in ADE20K. Patch tokens are computed once and kept if they take
-    no more than `cache_mb` of main memory.
+    no more than `cache_mb` of main memory. With `augment` every step sees new random scales, crops, flips and colors.
+    With `stride` clean test images are judged whole, by windows of `size` at this distance, whose logits are averaged.
     """
 
     train: str
@@ -64,11 +67,13 @@ class MaskData:
     void: tuple[int, ...] = ()
     from_one: bool = False
     cache_mb: int = 2000
+    augment: bool = False
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            **dict.fromkeys(("held_out", "limit", "size"), AT_LEAST_ONE),
+            **dict.fromkeys(("held_out", "limit", "size", "stride"), AT_LEAST_ONE),
             classes=_MASK_CLASSES,
             void=_MASK_VALUE,
             cache_mb=NOT_NEGATIVE,

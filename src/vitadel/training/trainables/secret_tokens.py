@@ -15,15 +15,16 @@ from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_toke
 from vitadel.adapters.tokens.token_files import load_tokens, save_tokens
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import check_known
-from vitadel.instrument.tokens import PLACEMENTS, check_placement, token_width
+from vitadel.instrument.tokens import PLACEMENTS, check_layers, check_placement, token_width
 
 
 @dataclass(frozen=True)
 class SecretTokens:
     """`count` tokens, initialized with normal noise times `scale`, after the class and register tokens (`placement`).
 
-    Without a `seed` the noise comes from the operating system: with a seed from a recipe anyone can train the same
-    tokens again. In the paper attacks in training do not see the tokens; with `through` they do.
+    In the paper they join before the first block; here as many join before each of the blocks `layers`. Without a
+    `seed` the noise comes from the operating system: with a seed from a recipe anyone can train the same tokens again.
+    In the paper attacks in training do not see the tokens; with `through` they do.
     """
 
     secret: ClassVar[bool] = True
@@ -32,6 +33,7 @@ class SecretTokens:
     count: int = 10
     scale: float = 0.01
     placement: str = "prefix"
+    layers: tuple[int, ...] = (0,)
     seed: int | None = None
     through: bool = False
 
@@ -43,6 +45,11 @@ class SecretTokens:
         """A `UserError` if this model takes no tokens, or not at this place."""
         token_width(model)
         check_placement(model, self.placement)
+        check_layers(model, self.layers, self._number)
+
+    @property
+    def _number(self) -> int:
+        return self.count * len(self.layers)
 
     def start_warning(self) -> str | None:
         if self.seed is None:
@@ -51,8 +58,8 @@ class SecretTokens:
 
     def attach(self, model: Classifier) -> nn.Module:
         seed = secrets.randbits(62) if self.seed is None else self.seed
-        tokens = fresh_tokens(token_width(model), self.count, self.scale, seed)
-        return TokenClassifier(model, tokens, placement=self.placement)
+        tokens = fresh_tokens(token_width(model), self._number, self.scale, seed)
+        return TokenClassifier(model, tokens, placement=self.placement, layers=self.layers)
 
     def shown(self, adapted: nn.Module) -> nn.Module:
         return adapted if self.through else cast(TokenClassifier, adapted).classifier
