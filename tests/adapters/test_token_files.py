@@ -213,6 +213,19 @@ def test_neither_the_file_nor_a_bank_prints_tokens(tmp_path: Path) -> None:
     assert "tensor" not in repr(bank).partition("(classifier)")[0]
 
 
+def test_layers_are_kept(tmp_path: Path) -> None:
+    tokened = TokenClassifier(classifier_of(), fresh_tokens(24, 4, scale=1.0, seed=5), layers=(0, 1))
+    save_tokens(tokened, tmp_path / "tokens.safetensors", SETTINGS)
+    again = load_tokens(tmp_path / "tokens.safetensors", classifier_of())
+    assert again.layers == (0, 1)
+    with torch.no_grad():
+        assert torch.equal(again(pixels("vit")), tokened(pixels("vit")))
+        first = TokenClassifier(classifier_of(), tokened.tokens)(pixels("vit"))
+        assert not torch.allclose(first, again(pixels("vit")), atol=1e-4)
+    rewritten(tmp_path / "tokens.safetensors", layers=None)  # as earlier versions wrote it
+    assert load_tokens(tmp_path / "tokens.safetensors", classifier_of()).layers == (0,)
+
+
 def released(path: Path, content: object) -> Path:
     torch.save(content, path)
     return path

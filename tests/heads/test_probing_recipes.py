@@ -70,7 +70,7 @@ def test_all_faults_are_reported_at_once():
         (masks(data={"train": "folder:a@train"}), "needs 'classes'"),
         (masks(data={"train": "parquet:a(mask=m)", "test": "parquet:a", "classes": 3}), "are the images of data.test"),
         (masks(data={"void": [300]}), "void must be from 0 to 255"),
-        (masks(audit={"attacks": ["square"]}), "'square' does not attack masks; use fgsm, or pgd-K"),
+        (masks(audit={"attacks": ["square"]}), "'square' does not attack masks; use fgsm, pgd-K"),
         (masks(audit={"attacks": ["cw-5"]}), "does not attack masks"),
         (masks(audit={"attacks": ["pgd-5(restarts=2)"]}), "does not attack masks"),
         (masks(head={"blocks": [1]}), "head: has no 'blocks'"),

@@ -48,15 +48,13 @@ def small_model():
     return load_model("vit_tiny_patch16_224", weights="random", num_classes=10, kwargs=kwargs)
 
 
-def test_tokens_of_several_layers_are_trained_saved_and_opened(tmp_path):
+def test_tokens_of_several_layers_are_trained_and_saved(tmp_path):
     done = run_harden(recipe({"layers": [0, 1], "count": 2}), "tokens", CPU, out=tmp_path / "run")
-    tokened = load_tokens(tmp_path / "run" / "weights" / "best.safetensors", small_model())
-    assert tokened.layers == (0, 1)
-    assert tokened.tokens.shape == (4, 16)
     assert done.results["complete"]
-    with extra_tokens(tokened.classifier, tokened.tokens, layers=(0, 1)), torch.no_grad():
-        expected = tokened.classifier(images(2, side=16))
-    assert torch.equal(tokened(images(2, side=16)), expected)
+    file = read_tokens(tmp_path / "run" / "weights" / "best.safetensors")
+    assert file.layers == (0, 1)
+    assert file.tokens.shape == (4, 16)
+    assert (file.tokens - fresh_tokens(16, 4, seed=7)).abs().amax(1).min() > 1e-3  # those of both layers were trained
     with pytest.raises(UserError, match="from 0 to 1 in this model"):
         open_training(recipe({"layers": [0, 7]}), CPU)
 
