@@ -125,7 +125,7 @@ def _from_threat_levels(folder: Path, results: Mapping[str, Any], value: str) ->
         each["name"] for each in results["attacks"] if (each["level"], each["attack"]) == ("T2", f"{what}, public")
     )
     samples = _columns(folder / "samples.parquet")
-    column = f"held:{name}" if whose == "tokens" else f"held:{name}, no tokens"
+    column = f"held:{name}" if whose == "tokens" else f"bare:{name}"
     return _share(samples[column].astype(float), samples["index"])
 
 

@@ -51,7 +51,7 @@ class ThreatLevelTable:
     by_victim: dict[tuple[str, float], Tensor] = field(default_factory=dict)  # of the first set, if a bank is judged
     rows: list[dict[str, Any]] = field(default_factory=list)
     controls: list[dict[str, Any]] = field(default_factory=list)
-    bare: dict[str, Tensor] = field(default_factory=dict)  # verdicts on the backbone without tokens, by attack
+    bare: dict[str, Tensor] = field(default_factory=dict)  # columns of verdicts on the backbone without tokens
     cosines: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     correct: dict[str, Tensor] = field(default_factory=dict)  # of other models than the victim, on clean images
 
@@ -80,7 +80,7 @@ class ThreatLevelTable:
                 right = clean & _over_all(records, f"right:{name}", exposed)
                 self.controls.append(self._control(name, attack, eps, right))
                 if name == NO_TOKENS:
-                    self.bare[f"{attack_name(row)}, {NO_TOKENS}"] = right
+                    self.bare[f"bare:{attack_name(row)}"] = right
         return robust
 
     def _bank(self) -> list[Tensor]:
@@ -152,8 +152,7 @@ class ThreatLevelTable:
 
     def samples(self) -> bytes:
         held = {attack_name(row): self.robust[_key(row)] for row in self.rows}
-        held |= self.bare
-        return samples_table(replace(self.verdicts, held=held))
+        return samples_table(replace(self.verdicts, held=held), self.bare)
 
 
 def threat_level_results(target: Target, table: ThreatLevelTable, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,15 +158,15 @@ def _gains(records: Sequence[BatchRecord]) -> dict[str, Any] | None:
     return summarize_gains(torch.cat(sums)) if sums else None
 
 
-def samples_table(verdicts: Verdicts) -> bytes:
-    """`samples.parquet`: one row per sample, one boolean column `held:<attack name>` per attack."""
+def samples_table(verdicts: Verdicts, more: Mapping[str, Tensor] | None = None) -> bytes:
+    """`samples.parquet`: one row per sample, one boolean column `held:<attack name>` per attack, and `more` columns."""
     columns = {
         "index": verdicts.index,
         "label": verdicts.label,
         "clean_prediction": verdicts.prediction,
         "clean_correct": verdicts.correct,
     }
-    return parquet_bytes(columns | {f"held:{name}": held for name, held in verdicts.held.items()})
+    return parquet_bytes(columns | {f"held:{name}": held for name, held in verdicts.held.items()} | dict(more or {}))
 
 
 def parquet_bytes(columns: Mapping[str, Any]) -> bytes:
