@@ -67,7 +67,13 @@ def write_run(
         "version": __version__,
         "complete": not pending,
         "seed": seed,
-        "model": {"spec": model, "parameters": 5_500_000, "family": "vit", "fingerprint": "0123456789abcdef"},
+        "model": {
+            "spec": model,
+            "parameters": 5_500_000,
+            "family": "vit",
+            "fingerprint": "0123456789abcdef",
+            **({} if older else {"macs": 1_260_000_000}),
+        },
         "data": {
             "spec": data,
             "n": len(verdicts.index),

@@ -18,5 +18,13 @@ def test_a_single_model_has_a_card() -> None:
     assert "weights Google Drive, linked from RobustBench" in shown
 
 
+def test_sizes_are_those_of_the_papers() -> None:
+    """Touvron et al. 2021: DeiT-Ti has 5.7 M parameters; the thesis of the light recipe: 46 M and 8.54 for XCiT-M12."""
+    shown = " ".join(vitadel("list", "models", "deit_tiny_patch16_224").stdout.split())
+    assert "deit_tiny_patch16_224 timm; 5.72 M parameters, 1.25 GMACs at 224 x 224" in shown
+    name = "published:imagenet/Debenedetti2022Light_XCiT-M12"
+    assert "46,401,160 parameters, 8.5" in vitadel("list", "models", name, "--published").stdout
+
+
 def test_only_models_are_published() -> None:
     assert "--published lists models, not attacks" in vitadel("list", "attacks", "--published", code=2).stderr

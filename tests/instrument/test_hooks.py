@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
 from vitadel.errors import UserError
 from vitadel.instrument import attention_maps, block_features, frozen, hooked, scaled_attention
-from vitadel.instrument.hooks import Edge
+from vitadel.instrument.hooks import Edge, count_macs
 from vits import make_vit, pixels
 
 
@@ -26,6 +27,37 @@ def mixed() -> nn.Module:
 
 def flags(model: nn.Module) -> tuple[list[bool], list[bool]]:
     return [module.training for module in model.modules()], [each.requires_grad for each in model.parameters()]
+
+
+class Layers(nn.Sequential):
+    """A convolution with 8 x 8 outputs, and a linear layer, after noise."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 64, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn(()))
+
+
+def test_multiply_adds_are_counted_without_a_trace() -> None:
+    model = Layers().train()
+    before, torch_state, statistics = flags(model), torch.get_rng_state(), model[1].running_mean.clone()
+    assert count_macs(model, (8, 8)) == 64 * 4 * 3 * 9 + 4 * 64 * 10
+    assert flags(model) == before
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert torch.equal(model[1].running_mean, statistics)
+    assert count_macs(model, (9, 9)) is None  # it takes no such image
+    assert count_macs(nn.Identity(), (8, 8)) is None
+
+
+def test_multiply_adds_need_no_weights_in_memory() -> None:
+    """A DeiT of width 16 on 4 x 4 patches and a class token: per block 12 widths squared per token, and attention."""
+    options = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 10}
+    with torch.device("meta"):
+        nowhere = timm.create_model("deit_tiny_patch16_224", **options)
+    expected = 16 * 48 * 16 + 2 * (17 * 12 * 16**2 + 2 * 17**2 * 16) + 16 * 10
+    assert count_macs(nowhere, (16, 16)) == expected
+    assert count_macs(timm.create_model("deit_tiny_patch16_224", **options), (16, 16)) == expected
 
 
 @pytest.mark.parametrize("trouble", [False, True])

@@ -43,6 +43,7 @@ def test_numbers_come_back_from_csv_in_full(tmp_path: Path) -> None:
     export(runs, tmp_path / "out")
     first, second = rows_of(tmp_path / "out" / "tables" / "runs.csv")
     assert (first["run"], first["n"], first["eps"], first["finished"]) == ("a", "40", "8/255", "yes")
+    assert (float(first["parameters, M"]), float(first["GMACs"])) == (5.5, 1.26)
     assert float(first["clean, %"]) == 97.5
     assert float(first["worst case, %"]) == 50.0
     assert float(first["worst case, from"]) < 50 < float(first["worst case, to"])

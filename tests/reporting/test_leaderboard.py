@@ -79,6 +79,15 @@ def test_runs_of_different_tests_are_not_ranked_together(tmp_path: Path) -> None
     assert narrow.headline == ""
 
 
+def test_models_have_their_size(tmp_path: Path) -> None:
+    """Runs of earlier versions have no multiply-adds."""
+    runs = [run_with(tmp_path / "new", 100), run_with(tmp_path / "old", 60, older=True)]
+    write_leaderboard(runs, tmp_path / "board.html")
+    words = " ".join((tmp_path / "board.html").read_text().split())
+    assert words.count("vit, 5.5 M parameters, 1.26 GMACs") == 1
+    assert words.count("vit, 5.5 M parameters") == 2
+
+
 def test_cost_is_passes_per_image(tmp_path: Path) -> None:
     ((_, entry),) = boards_of([read_run(run_with(tmp_path / "a", 120))])[0].rows
     assert (entry.gradients, entry.forwards, entry.cost) == (20, 22, 82)  # as write_run records them

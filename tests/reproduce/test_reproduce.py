@@ -16,6 +16,7 @@ import pytest
 from command_line import vitadel
 from tiny_paper import PAPER, use_tiny_paper
 from vitadel.errors import UserError
+from vitadel.reporting.kinds.reproduce import _sizes
 from vitadel.reporting.page import write_report
 from vitadel.reproduce.given_runs import read_have
 from vitadel.reproduce.jobs import TableRequest, table_jobs
@@ -57,6 +58,12 @@ def test_a_table_is_run_and_compared(finished):
     assert ours["ci95"] == pytest.approx([100 * each for each in entry["ci95"]])
     assert ours["difference"] == pytest.approx(ours["ours"] - 60.0)
     assert cell(found, "public", "parameters")["ours"] > cell(found, "short", "parameters")["ours"]
+    sizes = {row["row"]: row["size"] for row in found["rows"] if row["size"]}
+    assert sizes["public"]["parameters"] / 1e6 == cell(found, "public", "parameters")["ours"]
+    assert sizes["public"]["macs"] > sizes["short"]["macs"] > 0
+    assert "Sizes" not in page  # its own columns have them
+    bare = {**found, "columns": [], "rows": [{**row, "cells": []} for row in found["rows"]]}
+    assert [row[0] for row in _sizes(bare).rows] == list(sizes)
     verdicts = {entry["claim"]: entry["verdict"] for entry in found["claims"]}
     assert verdicts["the public one is larger"] == "holds"
     assert "what was not measured" not in verdicts

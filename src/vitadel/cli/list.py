@@ -5,11 +5,14 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vitadel.errors import UserError, nearest_names
+
+if TYPE_CHECKING:
+    from vitadel.backbones.published import Published
 
 
 class Kind(enum.StrEnum):
@@ -42,6 +45,9 @@ def list_names(
     if not found:
         near = _near(kind, search.lower(), rows)
         raise UserError(f"no name among the {kind} contains {search!r}{near} See 'vitadel list {kind}'.")
+    if kind is Kind.models:  # the one that is meant is built; a list of all would take minutes
+        meant = found[0][0] if len(found) == 1 else search
+        found = [(name, _with_size(name, about) if name == meant else about) for name, about in found]
     show_names(found)
 
 
@@ -53,7 +59,45 @@ def _published_rows(search: str) -> Sequence[tuple[str, str]]:
     found = [(name, about) for name, about in published_names().items() if wanted in name.lower()]
     if len(found) > 1:
         return found
-    return tuple(find_published(found[0][0].removeprefix("published:") if found else wanted).card().items())
+    return tuple(_card(find_published(found[0][0].removeprefix("published:") if found else wanted)).items())
+
+
+def _card(published: Published) -> dict[str, str]:
+    """All that is known, with the multiply-adds of the model, which is built without memory for its weights."""
+    import torch
+
+    from vitadel.backbones.checkpoints import build_classifier
+    from vitadel.instrument.hooks import count_macs
+
+    with torch.device("meta"):
+        macs = count_macs(build_classifier(published.record()), (published.size, published.size))
+    card = published.card()
+    return {**card, "architecture": f"{card['architecture']}{'' if macs is None else f', {macs / 1e9:.2f} GMACs'}"}
+
+
+def _with_size(name: str, about: str) -> str:
+    """What a list says of a single model: also its size, if it is one of timm, ours or the zoo."""
+    import timm
+    import torch
+
+    from vitadel.adapters.adapted_model import open_model
+    from vitadel.backbones.checkpoints import build_classifier
+    from vitadel.backbones.record import ModelRecord
+    from vitadel.instrument.hooks import count_macs
+
+    if name.startswith("zoo:"):
+        model = open_model(name)
+        height, width = model.record.input_size or (224, 224)
+    elif timm.is_model(name):
+        with torch.device("meta"):
+            model = build_classifier(ModelRecord(name=name))
+        known = timm.get_pretrained_cfg(name)
+        height, width = known.input_size[1:] if known is not None else (224, 224)
+    else:
+        return about
+    macs = count_macs(model, (height, width))
+    counted = "" if macs is None else f", {macs / 1e9:.2f} GMACs at {height} x {width}"
+    return f"{about}; {sum(each.numel() for each in model.parameters()) / 1e6:.2f} M parameters{counted}"
 
 
 def _near(kind: Kind, search: str, rows: dict[str, str]) -> str:

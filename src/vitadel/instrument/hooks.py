@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, overload
 
+import torch
 from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import backbone_of, blocks_of
 from vitadel.backbones.attention_hooks import AttentionHook, not_reached
 from vitadel.errors import UserError
 
-__all__ = ["AttentionHook", "Edge", "Record", "block_features", "frozen", "hooked", "token_sequence"]
+__all__ = ["AttentionHook", "Edge", "Record", "block_features", "count_macs", "frozen", "hooked", "token_sequence"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,26 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
             module.training = flag
         for parameter, flag in learning:
             parameter.requires_grad_(flag)
+
+
+def count_macs(model: nn.Module, shape: Sequence[int]) -> int | None:
+    """Multiply-adds of convolutions, linear layers and attention for one image of `shape` pixels, by torch's counter.
+
+    Papers call them FLOPs. A model on the meta device is counted without computing. None if the model does not take
+    such an image, or computes outside of torch.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    first = next(model.parameters(), torch.empty(0))
+    counter = FlopCounterMode(display=False)
+    devices = [first.device] if first.device.type == "cuda" else []
+    try:
+        # A random model draws numbers here, which later runs in this process must not miss.
+        with frozen(model), torch.no_grad(), torch.random.fork_rng(devices), counter:
+            model(torch.zeros(1, 3, *shape, device=first.device))
+    except Exception:  # any code may be a model; that it cannot be counted is no reason to fail
+        return None
+    return counter.get_total_flops() // 2 or None
 
 
 class Record(Sequence[Tensor]):

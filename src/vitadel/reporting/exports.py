@@ -23,6 +23,7 @@ from vitadel.reporting.tables import (
     narrow,
     share_cells,
     share_columns,
+    size_cells,
 )
 from vitadel.runtime.run_folder import write_atomically
 
@@ -83,13 +84,15 @@ _RUN = Column("run")
 def _runs(runs: Sequence[Run], labels: Sequence[str]) -> Table:
     shown = ("data", "size", "precision", "norm", "eps", "attacks")
     texts = [Column(name) for name in (*shown, "seed", "finished", "protocol")]
-    columns = (_RUN, Column("n", 0), *share_columns("clean"), *share_columns("worst case"), *texts)
+    sizes = (Column("parameters, M", 2), Column("GMACs", 2))
+    columns = (_RUN, *sizes, Column("n", 0), *share_columns("clean"), *share_columns("worst case"), *texts)
     rows = []
     for run, label in zip(runs, labels, strict=True):
         known, results = aspects(run), run.results
         rows.append(
             (
                 label,
+                *size_cells(results.get("model", {})),
                 results.get("data", {}).get("n"),
                 *share_cells(results.get("clean"), "accuracy"),
                 *share_cells(results.get("worst_case"), "robust_accuracy"),

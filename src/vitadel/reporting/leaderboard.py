@@ -51,6 +51,12 @@ class Entry:
         return None if count is None else int(count)
 
     @property
+    def macs(self) -> int | None:
+        """Multiply-adds of one image; runs of earlier versions do not have them."""
+        count = self.run.results.get("model", {}).get("macs")
+        return None if count is None else int(count)
+
+    @property
     def clean(self) -> Mapping[str, Any]:
         return dict(self.run.results["clean"])
 

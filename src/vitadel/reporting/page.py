@@ -76,13 +76,14 @@ def _views(runs: Sequence[Run]) -> list[_View]:
 def _view(run: Run, label: str) -> _View:
     model = run.results.get("model", {})
     parameters = f"{model['parameters']:,} parameters" if "parameters" in model else ""
+    macs = f"{model['macs'] / 1e9:.2f} GMACs per image" if model.get("macs") else ""
     family = f"family {model['family']}" if model.get("family") else ""
     kind = kind_of(run)
     with name_damage(run):
         sections = [_findings(run), *kind.sections(run), _left_out(run), _assumptions(run), _provenance(run)]
         view = _View(
             label=label,
-            facts=[fact for fact in (f"data {aspects(run)['data']}", family, parameters) if fact],
+            facts=[fact for fact in (f"data {aspects(run)['data']}", family, parameters, macs) if fact],
             verdict=kind.sentence(run),
             trust=kind.trust(run),
             unfinished=None if run.complete else _unfinished(run),

@@ -250,7 +250,11 @@ _RESULTS = {
 _COUNT, _SHARE, _INTERVAL = "a whole number of at least 0", "a number from 0 to 1", "two numbers from 0 to 1"
 _ROBUST = {"held": _COUNT, "n": _COUNT, "robust_accuracy": _SHARE, "ci95": _INTERVAL}
 _PARTS: Mapping[str, Fields] = {
-    "model": {"spec?": "text or null", "parameters?": "a whole number", "family?": "text or null"},
+    "model": {
+        **dict.fromkeys(("spec?", "family?"), "text or null"),
+        "parameters?": "a whole number",
+        "macs?": "a whole number or null",
+    },
     "data": {
         "spec?": "text or null",
         "n?": "a whole number",

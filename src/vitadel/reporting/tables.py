@@ -48,6 +48,12 @@ def share_cells(entry: Mapping[str, Any] | None, name: str) -> tuple[Cell, Cell,
     return 100 * entry[name], 100 * low, 100 * high
 
 
+def size_cells(model: Mapping[str, Any]) -> tuple[Cell, Cell]:
+    """Millions of parameters, and billions of multiply-adds of one image; empty where they are not known."""
+    parameters, macs = model.get("parameters"), model.get("macs")
+    return None if parameters is None else parameters / 1e6, None if macs is None else macs / 1e9
+
+
 def mean_columns(name: str) -> tuple[Column, Column, Column]:
     return Column(name, 3), Column(f"{name}, from", 3), Column(f"{name}, to", 3)
 

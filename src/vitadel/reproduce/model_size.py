@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from vitadel.adapters.adapted_model import open_model
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute, result_header
-from vitadel.instrument.hooks import frozen
+from vitadel.instrument.hooks import count_macs
 from vitadel.runtime.distributed import Processes
 
 _SIDE = 224  # pixels, for models that take images of any size
@@ -24,14 +21,12 @@ def run_model_size(
     def work(run: Run) -> dict[str, Any]:
         opened = open_model(model, dict(options) or None)
         height, width = opened.record.input_size or (_SIDE, _SIDE)
-        counter = FlopCounterMode(display=False)
-        with frozen(opened), torch.no_grad(), counter:
-            opened(torch.zeros(1, 3, height, width))
+        macs = count_macs(opened, (height, width))
         return {
             **result_header(0),
             "size": {
                 "parameters": sum(each.numel() for each in opened.parameters()) / 1e6,
-                "gmacs": counter.get_total_flops() / 2e9,
+                "gmacs": None if macs is None else macs / 1e9,
                 "image": [height, width],
             },
         }

@@ -47,7 +47,7 @@ def run_table(table: TableJobs, processes: Processes, **options: Unpack[RunOptio
     def work(run: Run) -> dict[str, Any]:
         errors = _Runner(table, processes, run.path, run.show_progress).run_all(table.jobs)
         cells = _cells(table, run.path, errors)
-        return _results(table, cells, errors)
+        return _results(table, cells, errors, _sizes(table, run.path))
 
     return execute(VERB, table.name, _settings(table), processes, work, **options)
 
@@ -197,8 +197,23 @@ def _cell(job: Job, column: Column, folder: Path) -> Cell:
     return read_cell(evaluation.run, place, job.values[column.id])
 
 
+def _sizes(table: TableJobs, folder: Path) -> dict[str, Any]:
+    """Parameters and multiply-adds of the rows' models, as their evaluations recorded them."""
+    sizes: dict[str, Any] = {}
+    for job in table.jobs:
+        for name in job.evaluations:
+            place = RunFolder(folder / "evaluations" / job.evaluation_name(name))
+            model = place.results().get("model", {}) if place.complete else {}
+            if "parameters" in model:
+                sizes.setdefault(job.row.id, {key: model.get(key) for key in ("parameters", "macs")})
+    return sizes
+
+
 def _results(
-    table: TableJobs, cells: Mapping[tuple[str, str], Sequence[Cell]], errors: Mapping[str, str]
+    table: TableJobs,
+    cells: Mapping[tuple[str, str], Sequence[Cell]],
+    errors: Mapping[str, str],
+    sizes: Mapping[str, Any],
 ) -> dict[str, Any]:
     item, request = table.item, table.request
     return {
@@ -219,6 +234,7 @@ def _results(
                 {
                     "row": row.id,
                     "note": row.note,
+                    "size": sizes.get(row.id),
                     "error": errors.get(row.id),
                     "needs": table.lacking.get(row.id),
                     "cells": [

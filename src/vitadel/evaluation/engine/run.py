@@ -19,6 +19,7 @@ from vitadel.data.batches import skipped
 from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.evaluation.engine.stages import FolderCache, MemoryCache, RunContext
 from vitadel.evaluation.engine.target import Target
+from vitadel.instrument.hooks import count_macs
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.opening import Opening
@@ -240,6 +241,7 @@ def describe_target(target: Target, fingerprint: str, n: int, bad: Sequence[Mapp
         "model": {
             "spec": target.model_spec,
             "parameters": sum(p.numel() for p in target.model.parameters()),
+            "macs": count_macs(target.model, target.preprocess.shape),
             "family": target.family,
             "fingerprint": fingerprint,
             "outputs": target.restriction or None,

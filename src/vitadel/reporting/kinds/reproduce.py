@@ -10,7 +10,7 @@ from vitadel.quantities import listed
 from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
-from vitadel.reporting.tables import Cell, Column, Table
+from vitadel.reporting.tables import Cell, Column, Table, size_cells
 
 _RULE = (
     "Images are the samples: of each image the difference is summed over seeds, and the signs are tested (for one "
@@ -47,6 +47,8 @@ def _sections(run: Run) -> list[Section]:
             exported=[_values(found)],
         )
     ]
+    if (sizes := _sizes(found)).rows:
+        sections.append(Section("Sizes", tables=[sizes], file="sizes"))
     if found["claims"]:
         sections.append(Section("Claims", tables=[_claims(found)], remarks=[_RULE], file="claims"))
     if lacking := _lacking(found):
@@ -103,6 +105,14 @@ def _column(found: Mapping[str, Any], place: int) -> Table:
     columns = (whole.columns[0], *whole.columns[2:])
     rows = tuple((row[0], *row[2:]) for row in whole.rows)
     return Table(found["columns"][place]["title"], columns, rows)
+
+
+def _sizes(found: Mapping[str, Any]) -> Table:
+    """The models of the rows. Where the paper has such columns, they are with its own numbers."""
+    columns = (Column("row"), Column("parameters, M", 2), Column("GMACs", 2))
+    printed = {"parameters", "gmacs"} & {column["column"] for column in found["columns"]}
+    rows = [] if printed else [(row["row"], *size_cells(row["size"])) for row in found["rows"] if row.get("size")]
+    return Table("Parameters of our models, and multiply-adds for one image.", columns, tuple(rows))
 
 
 def _claims(found: Mapping[str, Any]) -> Table:
