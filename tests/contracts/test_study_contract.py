@@ -13,7 +13,6 @@ import torch
 
 from vitadel.cli.study import STUDIES
 from vitadel.errors import Interrupted
-from vitadel.evaluation.engine.stages import FolderCache
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.reporting.exports import export
 from vitadel.reporting.kind import kind_of
@@ -21,6 +20,7 @@ from vitadel.reporting.page import render
 from vitadel.reporting.read_runs import read_run
 from vitadel.reporting.terminal import show_run
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.run_folder import FolderCache
 from vitadel.studies import find_study
 
 HERE = Processes(0, 1, torch.device("cpu"))

@@ -237,8 +237,7 @@ def test_fewer_outputs_than_labels_are_reported():
 
 
 def test_a_damaged_piece_is_work_not_done(tmp_path):
-    from vitadel.evaluation.engine.stages import FolderCache
-    from vitadel.runtime.run_folder import RunFolder
+    from vitadel.runtime.run_folder import FolderCache, RunFolder
 
     cache = FolderCache(RunFolder(tmp_path))
     cache.save("clean", 0, {"index": torch.arange(3).numpy()})

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import vitadel
-from vitadel.evaluation.audit.audit import in_8_bits
+from vitadel.evaluation.audit.saved_examples import in_8_bits
 
 
 def test_8_bits_round_towards_the_clean_image():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitadel.cli import options
-from vitadel.cli.execution import audit_request, present, run_attacks
+from vitadel.cli.execution import audit_request, open_target, present, run_attacks, run_options
 from vitadel.cli.options import (
     AttackFlags,
     ClassifierFlags,
@@ -24,6 +25,7 @@ from vitadel.cli.options import (
 from vitadel.errors import UserError
 
 if TYPE_CHECKING:
+    from vitadel.evaluation.audit.audit import AuditRequest
     from vitadel.evaluation.engine.run import Outcome
 
 NOT_PASSED = 3
@@ -76,6 +78,7 @@ def audit(
     precheck: Annotated[bool, rare("check the model before the attacks")] = True,
     calibration: options.Calibration = None,
     precision: options.Precision = "fp32",
+    shard: Annotated[str | None, rare("part I/N of the images, for a cluster; see 'vitadel merge'")] = None,
 ) -> None:
     """Measure accuracy of MODEL, clean and under attack.
 
@@ -92,9 +95,35 @@ def audit(
 
         threats = split_threats(attacks.norm, attacks.eps)
     requests = [audit_request(replace(attacks, norm=norm, eps=eps), data, **own) for norm, eps in threats]
+    if shard is not None:
+        if gates != GateFlags():
+            raise UserError(
+                "a shard has a part of the images, so it cannot be judged: give --fail-under, --fail-on and --summary "
+                "to 'vitadel merge'"
+            )
+        _run_shard(shard, requests, model, how, data, run)
+        return
     outcome = run_attacks("audit", requests, model, how, data, run, precheck=precheck)
     present(outcome, run)
     judge(outcome)
+
+
+def _run_shard(
+    shard: str, requests: list[AuditRequest], model: str, how: ClassifierFlags, data: DataFlags, run: RunFlags
+) -> None:
+    from vitadel.evaluation.audit.audit_shards import run_shard
+    from vitadel.runtime.shards import read_shard
+
+    part = read_shard(shard)
+    if len(requests) > 1:
+        raise UserError("--shard takes one threat: audit each norm in shards of its own, with one --out for each")
+    processes, target = open_target(model, how, data, run.device, notes=True)
+    done = run_shard(target, requests[0], processes, part, **run_options(run))
+    if processes.is_main:
+        typer.echo(
+            f"shard {part}: {done['images']} images done; when all shards are: vitadel merge {run.out}", err=True
+        )
+        typer.echo(json.dumps(done, indent=2) if run.as_json else str(run.out))
 
 
 def _apply_protocol(

@@ -9,9 +9,13 @@ import errno
 import importlib
 import os
 import shlex
+import signal
 import sys
-from contextlib import redirect_stderr, suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TextIO, cast
 
 import typer
@@ -24,6 +28,7 @@ from vitadel.version import __version__
 
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
 _DISK_ERRORS = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
+_PREEMPTION = ("SIGTERM", "SIGUSR1")
 _SUITES = ("corruptions", "stability", "threat-levels")
 _RENAMED_SUITES = {"ladder": "threat-levels"}
 _RENAMED_FLAGS = {"--doctor": "--precheck", "--no-doctor": "--no-precheck"}
@@ -87,7 +92,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _PANELS = {
-    "Measure": ("audit", "corruptions", "stability", "threat-levels", "trade-off", "plan"),
+    "Measure": ("audit", "merge", "corruptions", "stability", "threat-levels", "trade-off", "plan"),
     "Harden": ("harden", "probe", "recipes"),
     "Analyze": ("reproduce", "diagnose", "study", "inspect", "report", "leaderboard", "ui"),
     "Tools": ("attack", "corrupt", "list", "selftest"),
@@ -159,8 +164,38 @@ class _LossyStream:
 
 def main() -> None:
     """Run the console script. Wrong flags end inside `app` with exit code 2, Ctrl-C before a run with 130."""
-    with redirect_stderr(cast("TextIO", _LossyStream(sys.stderr))):
+    with redirect_stderr(cast("TextIO", _LossyStream(sys.stderr))), _preemption_as_interrupt():
         _main()
+
+
+@contextmanager
+def _preemption_as_interrupt() -> Iterator[None]:
+    """Let the signals by which clusters announce preemption do what Ctrl-C does at that moment; later ones do nothing.
+
+    Workers inherit this, and keep the usual meaning: they are ended by SIGTERM.
+    """
+    signals = [getattr(signal, name) for name in _PREEMPTION if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    process, stopping = os.getpid(), False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        if os.getpid() != process:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not stopping:
+            stopping = True
+            handler = signal.getsignal(signal.SIGINT)
+            (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _main() -> None:

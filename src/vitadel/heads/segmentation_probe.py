@@ -25,7 +25,7 @@ from vitadel.data.sources.masks import Cut, MaskedImages, ResizeCrop, open_maske
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.expected_time import StageCosts, Trial
 from vitadel.evaluation.engine.run import Run, execute, result_header
-from vitadel.evaluation.engine.stages import FolderCache, breaks_rules
+from vitadel.evaluation.engine.stages import breaks_rules
 from vitadel.heads.frozen_features import FrozenModel, feature_width
 from vitadel.heads.probe_recipe import ProbeRecipe, pixel_attack
 from vitadel.heads.segmentation import Confusion, SegmentationHead, Segmenter, slide, train_patch_head
@@ -35,7 +35,7 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, Meter, progress
 from vitadel.runtime.rng import SampleRNG
-from vitadel.runtime.run_folder import RunFolder, write_atomically
+from vitadel.runtime.run_folder import FolderCache, RunFolder, write_atomically
 from vitadel.runtime.safe_reading import parse_json_object
 from vitadel.training.recipes.probe_sections import MaskData, PatchHead
 

@@ -16,7 +16,7 @@ from vitadel.attacks.parse import make
 from vitadel.attacks.threats import make_threat
 from vitadel.backbones.classifier import check_logits
 from vitadel.errors import UserError
-from vitadel.evaluation.audit.audit import in_8_bits
+from vitadel.evaluation.audit.saved_examples import in_8_bits
 from vitadel.evaluation.engine.attack_preparation import calibrate, needs_calibration
 from vitadel.evaluation.engine.stages import MemoryCache, RunContext, count_passes, judge, rules_of
 from vitadel.evaluation.engine.target import CALIBRATION_BATCH

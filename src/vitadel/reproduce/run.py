@@ -25,7 +25,8 @@ from vitadel.reproduce.measurements import Cell, read_cell
 from vitadel.reproduce.required_files import check_files
 from vitadel.reproduce.verdicts_on_claims import judge_claims
 from vitadel.runtime.distributed import Processes
-from vitadel.runtime.run_folder import Command, RunFolder, open_run, write_json
+from vitadel.runtime.run_folder import Command, RunFolder, announce_run, write_json
+from vitadel.runtime.shards import Shard
 from vitadel.statistics import bootstrap_mean
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.run import run_harden, title_of
@@ -52,31 +53,16 @@ def run_table(table: TableJobs, processes: Processes, **options: Unpack[RunOptio
     return execute(VERB, table.name, _settings(table), processes, work, **options)
 
 
-def run_shard(table: TableJobs, shard: tuple[int, int], processes: Processes, out: Path, show: bool) -> dict[str, str]:
+def run_shard(table: TableJobs, shard: Shard, processes: Processes, out: Path, show: bool) -> dict[str, str]:
     """Run the jobs of part i of n in the folder of the whole table; returns the errors of rows. No page is made."""
     check_files(table)
     check_given(table, out)
-    _announce(table, out)
-    part, parts = shard
+    announce_run(Command(VERB, _settings(table), sys.argv[1:]), table.name, out)
     by_model: dict[str, list[Job]] = {}
     for job in table.jobs:
         by_model.setdefault(job.model_name, []).append(job)
-    mine = [job for number, jobs in enumerate(by_model.values()) if number % parts == part - 1 for job in jobs]
+    mine = [job for number, jobs in enumerate(by_model.values()) if shard.has(number) for job in jobs]
     return _Runner(table, processes, out, show).run_all(mine)
-
-
-def _announce(table: TableJobs, out: Path) -> None:
-    """Make the folder that all shards share, or check that it is of the same table; it stays unlocked."""
-    command = Command(VERB, _settings(table), sys.argv[1:])
-    for attempt in range(60):
-        try:
-            open_run(command, table.name, out=out, resume=True).unlock()
-        except UserError as error:
-            if "another process" not in str(error) or attempt == 59:
-                raise
-            time.sleep(1.0)
-        else:
-            return
 
 
 def _settings(table: TableJobs) -> dict[str, Any]:

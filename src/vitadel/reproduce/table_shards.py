@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitadel.errors import Interrupted, UserError
-
-
-def read_shard(text: str) -> tuple[int, int]:
-    """'2/5' as (2, 5)."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-    part, parts = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not 1 <= part <= parts:
-        raise UserError(f"--shard takes a part and the number of parts, from 1/N to N/N; got {text!r}")
-    return part, parts
+from vitadel.errors import Interrupted
 
 
 def new_folder(name: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import json
 import os
@@ -11,10 +12,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 try:
     import fcntl
@@ -22,12 +25,17 @@ except ImportError:  # not a Unix: folders are not locked
     fcntl = None  # type: ignore[assignment]
 
 from vitadel.errors import UserError
-from vitadel.runtime.safe_reading import parse_json_object, read_text_file
+from vitadel.runtime.safe_reading import ARRAY_ERRORS, parse_json_object, read_text_file
 from vitadel.version import __version__
 
 _COMMAND = "command.json"
 _PARTIAL = "partial"
+SHARDS = "shards"
+"""The folder, inside that of a run, with a folder for each shard of it."""
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")  # the names that `write_atomically` gives before it renames
+
+BatchRecord = dict[str, np.ndarray]
+"""What is kept of a finished batch."""
 
 Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -90,6 +98,10 @@ class RunFolder:
     def batch_file(self, stage: str, number: int) -> Path:
         return self.path / _PARTIAL / re.sub(r"[^\w.-]+", "_", stage) / f"{number:06d}.npz"
 
+    def shards(self) -> tuple[RunFolder, ...]:
+        """The folders of the shards of this run, whose finished batches belong to it."""
+        return tuple(RunFolder(path) for path in sorted((self.path / SHARDS).glob("*-of-*")))
+
     def finish(self) -> None:
         shutil.rmtree(self.path / _PARTIAL, ignore_errors=True)
         self.unlock()
@@ -110,6 +122,30 @@ class RunFolder:
         """The content of results.json; `UserError` if there is none that can be read."""
         path = self.path / "results.json"
         return parse_json_object(read_text_file(path, "the results"), f"'{path}'")
+
+
+@dataclass(frozen=True)
+class FolderCache:
+    """Files in a run folder, which survive kill -9 and are seen by the other processes; also those of its shards."""
+
+    folder: RunFolder
+    shards: tuple[RunFolder, ...] = ()
+
+    def find(self, stage: str, number: int) -> BatchRecord | None:
+        for folder in (self.folder, *self.shards):
+            # From an open file, because numpy does not close one that turns out to be damaged.
+            with (
+                suppress(*ARRAY_ERRORS),  # a missing or damaged record is computed again
+                folder.batch_file(stage, number).open("rb") as file,
+                np.load(file, allow_pickle=False) as arrays,
+            ):
+                return {name: arrays[name] for name in arrays.files}
+        return None
+
+    def save(self, stage: str, number: int, record: BatchRecord) -> None:
+        buffer = io.BytesIO()
+        np.savez(buffer, **record)  # type: ignore[arg-type]
+        write_atomically(self.folder.batch_file(stage, number), buffer.getvalue())
 
 
 @dataclass(frozen=True)
@@ -178,11 +214,34 @@ def open_run(command: Command, name: str, *, out: Path | None, resume: bool) -> 
     return folder
 
 
+def announce_run(command: Command, name: str, out: Path) -> None:
+    """Create the folder that several runs share, or check that it is of the same run; it stays unlocked.
+
+    The runs write into folders of their own below it, which nothing here touches.
+    """
+    for attempt in range(60):
+        try:
+            if (out / _COMMAND).is_file():
+                _check_same_run(out, command, resume=True)
+            else:
+                open_run(command, name, out=out, resume=True).unlock()
+        except UserError as error:
+            if "another process" not in str(error) or attempt == 59:
+                raise
+            time.sleep(1.0)
+        else:
+            return
+
+
 def _remove_temporary_files(path: Path) -> None:
-    """Remove what a killed process left of `write_atomically`, where this is a run folder or nothing else is in it."""
+    """Remove what a killed process left of `write_atomically`, where this is a run folder or nothing else is in it.
+
+    Other processes may be writing in the folders of shards; each of these is cleaned when its shard is opened.
+    """
     is_run = (path / _COMMAND).is_file()
     found = path.rglob(".*") if is_run else path.glob(".*")  # a run also writes into folders of its own
     torn = [file for file in found if _TEMPORARY.fullmatch(file.name) and file.is_file()]
+    torn = [file for file in torn if SHARDS not in file.relative_to(path).parts]
     if is_run or len(torn) == len(list(path.iterdir())):
         for file in torn:
             file.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +13,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
-from PIL import Image
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from vitadel.attacks.parse import make, needs_known_family, numbered_targets, split_attack_list, without_escalation
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import make_threat
-from vitadel.data.batches import BadSample, Batch, read_batches
+from vitadel.data.batches import BadSample, read_batches
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.evidence import (
     escalation_of,
@@ -32,7 +29,7 @@ from vitadel.evaluation.audit.evidence import (
 )
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
 from vitadel.evaluation.engine.attack_preparation import calibrate, needs_calibration, preflight
-from vitadel.evaluation.engine.cost import SHORT, compile_if_faster
+from vitadel.evaluation.engine.cost import SHORT, Compilation, compile_if_faster
 from vitadel.evaluation.engine.run import (
     Outcome,
     Run,
@@ -45,13 +42,13 @@ from vitadel.evaluation.engine.run import (
     run_settings,
 )
 from vitadel.evaluation.engine.stages import (
-    NOTE,
     PRECISIONS,
+    Blocks,
     MemberResult,
     RunContext,
-    Verdict,
     attack_stage,
     check_budget,
+    is_staged,
     members_of,
     ordinary_form,
     rules_of,
@@ -63,7 +60,6 @@ from vitadel.instrument.hooks import frozen
 from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.runtime.run_folder import write_atomically
 from vitadel.types import Attack, Threat
 
 if TYPE_CHECKING:
@@ -74,13 +70,11 @@ __all__ = [
     "DEFAULT_DATA",
     "DEFAULT_MODEL",
     "AuditRequest",
-    "ExampleSaver",
+    "AuditWork",
     "audit",
     "check_request",
     "check_targets",
-    "count_saved",
     "example_arrays",
-    "in_8_bits",
     "run_audit",
     "run_audits",
 ]
@@ -89,9 +83,6 @@ DEFAULT_MODEL = "zoo:shapes-robust"
 DEFAULT_DATA = "shapes"
 DEFAULT_ATTACKS = ("autoattack-fast",)
 KEEP = ("nothing", "images", "png")
-IMAGES, PICTURES = "adversarial", "png"  # folders of saved examples
-PNG_HOLDS = "png_holds"
-"""The note of a saved image: the model classifies its 8-bit version correctly."""
 _FEW, _MOST = 8, 0.9  # images, and the share of them that is right, from which on a clean accuracy is no chance
 _EXAMPLES = 8  # samples with their perturbed versions, for the report
 _EXAMPLE_SHARE = 0.05
@@ -229,7 +220,7 @@ def run_audit(
     settings = run_settings(target, request, indices)
 
     def work(run: Run) -> dict[str, Any]:
-        return _Audit(run, target, request, settings, protocol).perform(indices, mislabeled, examine)
+        return AuditWork(run, target, request, settings, protocol).perform(indices, mislabeled, examine)
 
     return execute(verb, target.model_spec, settings, processes, work, target=target, **options)
 
@@ -269,7 +260,9 @@ def check_targets(name: str, labels: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _Audit:
+class AuditWork:
+    """The stages of an audit, for all images or for those of a shard."""
+
     run: Run
     target: Target
     request: AuditRequest
@@ -283,13 +276,7 @@ class _Audit:
         examine: Callable[[Target], list[dict[str, Any]]],
     ) -> dict[str, Any]:
         run, request = self.run, self.request
-        saver = None
-        if run.folder is not None and request.keep != "nothing":
-            saver = ExampleSaver(
-                run.path, self.target.model, request.keep == "png", tuple(self.target.source.classes)
-            ).save
-        context = run.context(self.target, request, precision=request.precision, save_examples=saver)
-        context, compilation = _compile(context) if request.compile else (context, None)
+        context, compilation = self.context(indices)
         findings = findings_about_mode(context.model) + (examine(self.target) if run.processes.is_main else [])
         with frozen(context.model):
             start = time.perf_counter()
@@ -298,7 +285,7 @@ class _Audit:
             findings = self._findings_about_clean(context, verdicts) + findings
             findings += findings_about_outputs(context, verdicts.index)
             context = self._with_expected_times(context, verdicts, forward)
-            attacks, members = self._attack(context, verdicts, indices, findings)
+            attacks, members = self.attack(context, verdicts, indices, findings)
             results = self._results(verdicts, findings) | accuracy_among_all(context, verdicts.index)
             if self.target.model_spec.startswith("published:"):
                 from vitadel.evaluation.audit.published_numbers import compare_with_published
@@ -307,6 +294,8 @@ class _Audit:
             if compilation is not None:
                 results["compile"] = compilation.summary()
             if request.keep != "nothing":
+                from vitadel.evaluation.audit.saved_examples import count_saved
+
                 results["kept"] = count_saved(members, request.keep == "png")
             if run.folder is not None and run.processes.is_main and attacks:
                 run.write(
@@ -315,6 +304,19 @@ class _Audit:
                 )
             run.write("samples.parquet", samples_table(verdicts))
         return results
+
+    def context(self, indices: Tensor) -> tuple[RunContext, Compilation | None]:
+        """What the stages share, and what came of compiling the model; `indices` are all images of the audit."""
+        run, request, saver = self.run, self.request, None
+        if run.folder is not None and request.keep != "nothing":
+            from vitadel.evaluation.audit.saved_examples import ExampleSaver
+
+            classes = tuple(self.target.source.classes)
+            saver = ExampleSaver(run.path, self.target.model, request.keep == "png", classes).save
+        blocks = Blocks.of(indices, request.batch_size)
+        own: dict[str, Any] = {"precision": request.precision, "save_examples": saver, "blocks": blocks}
+        context = run.context(self.target, request, **own)
+        return _compile(context) if request.compile else (context, None)
 
     def _with_expected_times(self, context: RunContext, verdicts: Verdicts, forward: float) -> RunContext:
         """Say how long the attacks will take, if it is more than a moment; `forward` is the time of one pass."""
@@ -341,10 +343,13 @@ class _Audit:
 
         return sense_of_clean(context, verdicts, target)
 
-    def _attack(
+    def attack(
         self, context: RunContext, verdicts: Verdicts, indices: Tensor, findings: list[dict[str, Any]]
     ) -> tuple[list[tuple[str, Attack]], list[MemberResult]]:
-        """Run all attacks; returns them as prepared, and the results of all their members."""
+        """Run all attacks; returns them as prepared, and the results of all their members.
+
+        A shard stops after the first stage of a staged ensemble: what follows depends on the images of all shards.
+        """
         request, prepared, members = self.request, [], []
         for number, (name, attack) in enumerate(request.make_attacks()):
             self.run.write_unfinished(self._results(verdicts, findings))
@@ -367,6 +372,8 @@ class _Audit:
             findings += findings_about(name, results, len(verdicts.index))
             prepared.append((name, attack))
             members += results
+            if context.of_shard and is_staged(attack) and not request.independent:
+                break
         return prepared, members
 
     def _results(self, verdicts: Verdicts, findings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -383,7 +390,7 @@ class _Audit:
         }
 
 
-def _compile(context: RunContext) -> tuple[RunContext, Any]:
+def _compile(context: RunContext) -> tuple[RunContext, Compilation]:
     x = torch.full((context.batch_size, 3, *context.preprocess.shape), 0.5, device=context.processes.device)
     model, compilation = compile_if_faster(context.model, x, context.processes.from_main)
     return replace(context, compiled=None if model is context.model else model), compilation
@@ -404,67 +411,6 @@ def _strongest(attacks: Sequence[tuple[str, Attack]], verdicts: Verdicts, indepe
     if independent:
         return min(within, key=lambda named: int(verdicts.held[named[0]].sum()))
     return max(within, key=_cost_of)
-
-
-def in_8_bits(z: Tensor, x: Tensor) -> Tensor:
-    """The nearest 8-bit image that is no farther from `x` than `z` is, where there is one."""
-    levels = z * 255
-    towards = torch.where(z > x, (levels + 1e-3).floor(), (levels - 1e-3).ceil())
-    return torch.where(z == x, levels.round(), towards).clamp(0, 255).to(torch.uint8)
-
-
-@dataclass(frozen=True)
-class ExampleSaver:
-    """Writes what fooled `model` into a folder: one safetensors file per batch, one picture per image."""
-
-    folder: Path
-    model: nn.Module
-    png: bool = False
-    classes: Sequence[str] = ()
-
-    def _class_name(self, number: int) -> str:
-        """For the name of a file: letters, digits and hyphens."""
-        name = self.classes[number] if number < len(self.classes) else f"class-{number}"
-        return re.sub(r"[^a-zA-Z0-9]+", "-", name).strip("-")[:30] or f"class-{number}"
-
-    def save(self, stage: str, number: int, batch: Batch, z: Tensor, verdict: Verdict) -> dict[str, Tensor]:
-        """Save the successes of a batch; with pictures, the note `PNG_HOLDS` of every sample."""
-        fooled = ~verdict.held
-        name = re.sub(r"[^a-zA-Z0-9.-]+", "-", stage).strip("-")
-        if bool(fooled.any()):
-            tensors = {
-                "images": z[fooled],
-                "clean": batch.x[fooled],
-                "index": batch.indices[fooled.cpu()],
-                "label": batch.y[fooled],
-                "prediction": verdict.prediction[fooled],
-            }
-            content = save_tensors({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
-            write_atomically(self.folder / IMAGES / f"{name}-{number:05d}.safetensors", content)
-        if not self.png:
-            return {}
-        pictures = in_8_bits(z, batch.x)
-        with torch.no_grad():
-            right = self.model(pictures.to(z.dtype) / 255).argmax(1) == batch.y
-        for row in fooled.nonzero()[:, 0].tolist():
-            buffer = io.BytesIO()
-            Image.fromarray(pictures[row].permute(1, 2, 0).cpu().numpy()).save(buffer, format="PNG")
-            classes = (self._class_name(int(each[row])) for each in (batch.y, verdict.prediction))
-            file = f"{int(batch.indices[row]):06d}-{'-as-'.join(classes)}-{name}.png"
-            write_atomically(self.folder / PICTURES / file, buffer.getvalue())
-        return {PNG_HOLDS: right & fooled}
-
-
-def count_saved(members: Sequence[MemberResult], png: bool) -> dict[str, Any]:
-    """How many images were saved, and of how many the 8-bit picture no longer fools the model."""
-    records = [record for member in members for record in member.records]
-    lost = sum(int(record[f"{NOTE}{PNG_HOLDS}"].sum()) for record in records) if png else None
-    return {
-        "images": sum(member.broken for member in members),
-        "folder": IMAGES,
-        "pictures": PICTURES if png else None,
-        "undone_by_8_bits": lost,
-    }
 
 
 def example_arrays(context: RunContext, verdicts: Verdicts, name: str, attack: Attack) -> bytes | None:

@@ -17,13 +17,21 @@ from torch import Tensor
 
 from vitadel.data.batches import skipped
 from vitadel.errors import Interrupted, UserError, nearest_names
-from vitadel.evaluation.engine.stages import FolderCache, MemoryCache, RunContext
+from vitadel.evaluation.engine.stages import MemoryCache, RunContext
 from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import count_macs
 from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.opening import Opening
-from vitadel.runtime.run_folder import Command, RunFolder, Translate, open_run, write_atomically, write_json
+from vitadel.runtime.run_folder import (
+    Command,
+    FolderCache,
+    RunFolder,
+    Translate,
+    open_run,
+    write_atomically,
+    write_json,
+)
 from vitadel.version import __version__
 
 if TYPE_CHECKING:
@@ -141,7 +149,7 @@ class Run:
             model=target.model.to(self.processes.device),
             source=target.source,
             preprocess=target.preprocess,
-            cache=MemoryCache() if self.folder is None else FolderCache(self.folder),
+            cache=MemoryCache() if self.folder is None else FolderCache(self.folder, self.folder.shards()),
             processes=self.processes,
             batch_size=request.batch_size,
             seed=request.seed,

@@ -1,14 +1,15 @@
 """The stages of a run: clean predictions, then one attack after another on the samples that are still robust.
 
-A stage is a fixed list of whole batches. Batch k belongs to process k mod (number of processes), every finished batch
-is a record in the cache, and no batch depends on which process computed it or when. So one process, two, and a run that
-was killed and resumed give the same verdicts.
+A stage is a fixed list of whole batches. The batches are shared out among the processes, every finished batch is a
+record in the cache, and no batch depends on which process computed it or when. So one process, two, and a run that was
+killed and resumed give the same verdicts. The images of an audit are in `Blocks`, which no batch crosses: what happens
+to a block depends on no other one, so shards of an audit need not know of each other.
 """
 
 from __future__ import annotations
 
-import io
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +30,7 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.progress import RESUMED, progress
 from vitadel.runtime.rng import SampleRNG
-from vitadel.runtime.run_folder import RunFolder, write_atomically
-from vitadel.runtime.safe_reading import ARRAY_ERRORS
+from vitadel.runtime.run_folder import BatchRecord as BatchRecord
 from vitadel.types import Attack, Ensemble, OwnRules, Source, Threat
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 TOLERANCE = 1e-6
 """Allowance for float rounding in box and budget, in pixel units."""
-
-BatchRecord = dict[str, np.ndarray]
 
 
 class BatchCache(Protocol):
@@ -64,26 +62,6 @@ class MemoryCache:
 
     def save(self, stage: str, number: int, record: BatchRecord) -> None:
         self.records[stage, number] = record
-
-
-@dataclass(frozen=True)
-class FolderCache:
-    """Files in a run folder, which survive kill -9 and are seen by the other processes."""
-
-    folder: RunFolder
-
-    def find(self, stage: str, number: int) -> BatchRecord | None:
-        try:
-            # From an open file, because numpy does not close one that turns out to be damaged.
-            with self.folder.batch_file(stage, number).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
-        except ARRAY_ERRORS:
-            return None  # a missing or damaged record is computed again
-
-    def save(self, stage: str, number: int, record: BatchRecord) -> None:
-        buffer = io.BytesIO()
-        np.savez(buffer, **record)  # type: ignore[arg-type]
-        write_atomically(self.folder.batch_file(stage, number), buffer.getvalue())
 
 
 @dataclass(frozen=True)
@@ -165,6 +143,30 @@ def check_budget(norm: str, eps: float) -> None:
         raise UserError("eps 1 lets every pixel become anything: pixels are in [0, 1] here. Did you mean 1/255?")
 
 
+_MOST_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive images of an audit that share batches: `starts` are the first indices, sorted."""
+
+    starts: Tensor
+    batches: int  # of a full block
+
+    @classmethod
+    def of(cls, indices: Tensor, batch_size: int) -> Blocks:
+        """At most 64 blocks of equal size; more would leave smaller batches of images that are still correct."""
+        batches = max(1, math.ceil(len(indices) / (batch_size * _MOST_BLOCKS)))
+        return cls(indices[:: batches * batch_size].contiguous(), batches)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def holding(self, indices: Tensor) -> Tensor:
+        """The number of the block of each image."""
+        return torch.searchsorted(self.starts, indices, right=True) - 1
+
+
 @dataclass(frozen=True)
 class RunContext:
     """What all stages share: the model, its data, batch size, cache and processes."""
@@ -184,6 +186,19 @@ class RunContext:
     compiled: nn.Module | None = None  # the same model, faster, for attacks that use outputs only
     expected: Mapping[str, float] = field(default_factory=dict)  # likely seconds of a stage, for its progress
     costs: StageCosts | None = None  # what to write the costs of stages to, in a trial
+    blocks: Blocks | None = None  # of an audit
+    of_shard: bool = False  # only the images of one shard are worked on
+
+    def numbered_chunks(self, indices: Tensor) -> dict[int, list[int]]:
+        """Batches of indices by number; the number of a batch does not depend on how many images other blocks have."""
+        if self.blocks is None:
+            return dict(enumerate(self.chunks(indices)))
+        found: dict[int, list[int]] = {}
+        block = self.blocks.holding(indices)
+        for each in block.unique().tolist():
+            first = each * self.blocks.batches
+            found |= {first + place: chunk for place, chunk in enumerate(self.chunks(indices[block == each]))}
+        return found
 
     def chunks(self, indices: Tensor) -> list[list[int]]:
         """Batches of indices; never an empty one, which some models cannot take."""
@@ -210,8 +225,8 @@ def run_stage(
 
     `note` is shown beside the progress, from the record of the last batch.
     """
-    chunks = context.chunks(indices)
-    mine = range(context.processes.rank, len(chunks), context.processes.count)
+    chunks = context.numbered_chunks(indices)
+    mine = [*chunks][context.processes.rank :: context.processes.count]
     todo = [k for k in mine if not _is_done(context.cache.find(stage, k), chunks[k])]
     total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
     shown = context.show_progress and context.processes.is_main
@@ -231,7 +246,7 @@ def run_stage(
         spent = context.costs.seconds
         spent[stage] = spent.get(stage, 0.0) + time.perf_counter() - began
     context.processes.wait()
-    records = [context.cache.find(stage, k) for k in range(len(chunks))]
+    records = [context.cache.find(stage, k) for k in chunks]
     if any(record is None for record in records):
         raise UserError(
             f"batches of stage {stage!r} are missing in the run folder. With several machines, --out must be a folder "
@@ -366,6 +381,11 @@ def members_of(stage: str, attack: Attack) -> list[tuple[str, str, Attack, Strea
     return [(f"{stage} {name}", name, member, _member_stream(number)) for number, (name, member) in members]
 
 
+def is_staged(attack: Attack) -> bool:
+    """Whether the attack is, or wraps, an ensemble whose later stages depend on the results of all samples."""
+    return _staged_inside(attack) is not None
+
+
 def ordinary_form(attack: Attack) -> Attack:
     """The first attack of a staged ensemble, which runs on every sample; any other attack as it is."""
     staged = _staged_inside(attack)
@@ -396,7 +416,10 @@ def _run_stages(
     threat: Threat,
     indices: Tensor,
 ) -> list[MemberResult]:
-    """Run the stages that the ensemble asks for; what it asks for follows from the records of all batches."""
+    """Run the stages that the ensemble asks for; what it asks for follows from the records of all batches.
+
+    A shard, which has not all of them, runs the first.
+    """
     stages = ensemble.stages(SampleRNG.of_samples(context.seed, indices))
     results: list[MemberResult] = []
     while (step := next_stage(stages, results[-1].as_stage() if results else None)) is not None:
@@ -404,6 +427,8 @@ def _run_stages(
         records = _one_attack(context, f"{stage} {step.name}", around(step.attack), threat, chosen, step.own)
         correct = results[-1].held if results else indices
         results.append(MemberResult(step.name, records, correct[~torch.isin(correct, chosen)]))
+        if context.of_shard:
+            break
     return results
 
 
