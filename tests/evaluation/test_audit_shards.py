@@ -20,7 +20,7 @@ from vitadel.evaluation.engine.target import Target, open_as
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.opening import Opening
 from vitadel.runtime.run_folder import Command, FolderCache, announce_run, open_run
-from vitadel.runtime.shards import Shard, number_list, read_shard
+from vitadel.runtime.run_shards import Shard, number_list, read_shard
 
 ONE = Processes(0, 1, torch.device("cpu"))
 IMAGES, BATCH = 20, 2  # ten blocks

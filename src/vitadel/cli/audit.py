@@ -112,7 +112,7 @@ def _run_shard(
     shard: str, requests: list[AuditRequest], model: str, how: ClassifierFlags, data: DataFlags, run: RunFlags
 ) -> None:
     from vitadel.evaluation.audit.audit_shards import run_shard
-    from vitadel.runtime.shards import read_shard
+    from vitadel.runtime.run_shards import read_shard
 
     part = read_shard(shard)
     if len(requests) > 1:

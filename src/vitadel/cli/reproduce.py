@@ -88,7 +88,7 @@ def _plan(jobs: TableJobs, as_json: bool) -> None:
 def _run_shard(jobs: TableJobs, shard: str, run: RunFlags) -> None:
     from vitadel.reproduce.run import run_shard
     from vitadel.runtime.distributed import join_processes
-    from vitadel.runtime.shards import read_shard
+    from vitadel.runtime.run_shards import read_shard
 
     if run.out is None:
         raise UserError("--shard needs --out: all parts of the table work in one folder")

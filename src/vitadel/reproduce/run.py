@@ -26,7 +26,7 @@ from vitadel.reproduce.required_files import check_files
 from vitadel.reproduce.verdicts_on_claims import judge_claims
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.run_folder import Command, RunFolder, announce_run, write_json
-from vitadel.runtime.shards import Shard
+from vitadel.runtime.run_shards import Shard
 from vitadel.statistics import bootstrap_mean
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.run import run_harden, title_of

@@ -27,8 +27,8 @@ from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.opening import recorded_opening, typed_words
 from vitadel.runtime.run_folder import Command, RunFolder, announce_run, open_run, read_command, write_json
+from vitadel.runtime.run_shards import Shard, number_list, shards_in
 from vitadel.runtime.safe_reading import parse_json_object, read_text_file
-from vitadel.runtime.shards import Shard, number_list, shards_in
 
 VERB = "audit"
 _SUMMARY = "shard.json"
