@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import overload
 
-from vitadel.attacks.registry import ATTACKS, PREFIXES
+from torch import Tensor, nn
+
+from vitadel.attacks.registry import ATTACKS, PREFIXES, AttackEntry, foreign_entry
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import read_quantity, read_value
@@ -16,6 +20,7 @@ Setting = float | int | bool | str
 
 _NAME = re.compile(r"^(?P<base>[a-z][a-z-]*?)(?:-(?P<steps>\d+))?(?:\((?P<settings>.*)\))?$")
 _PREFIX = re.compile(r"^(?P<name>[a-z][a-z-]*)(?::(?P<value>[^()]+))?(?:\((?P<settings>.*)\))?$")
+_FOREIGN = re.compile(r"^(?P<base>(?:torchattacks|foolbox|art|python):[\w.:]+)(?:\((?P<settings>.*)\))?$")
 _LARGEST = 1_000_000  # more steps would not end, and larger numbers overflow single precision
 _FLAGS = ("paper_style",)  # true or false, where leaving it out means neither
 _MAY_BE_ZERO = ("decay", "weight", "target", "psnr", "side", "alpha", "layer", "noise", "probability", "tokens")
@@ -46,6 +51,13 @@ def split_attack_list(text: str) -> list[str]:
 def read_attack_name(text: str) -> AttackName:
     """Parse an attack's name and check prefixes, attack and settings against the registry."""
     *prefixes, attack = re.split(r"\+(?![^(]*\))", _lower(text.strip()))
+    around = tuple(_read_prefix(prefix) for prefix in prefixes)
+    if [name for name, _ in around].count("targeted") > 1:
+        raise UserError(
+            f"attack {text!r} has two targets, but only the outer one would be used; keep one targeted:TARGET+"
+        )
+    if found := _FOREIGN.match(attack):
+        return AttackName(found["base"], _foreign_settings(found["base"], found["settings"] or ""), around)
     match = _NAME.match(attack)
     base = match["base"] if match else attack
     if match is None or base not in ATTACKS:
@@ -63,17 +75,23 @@ def read_attack_name(text: str) -> AttackName:
             raise UserError(f"attack {text!r} sets steps twice; set it once")
         _check_size(f"attack {base!r}", "steps", match["steps"], float(match["steps"]))
         settings["steps"] = int(match["steps"])
-    around = tuple(_read_prefix(prefix) for prefix in prefixes)
-    if [name for name, _ in around].count("targeted") > 1:
-        raise UserError(
-            f"attack {text!r} has two targets, but only the outer one would be used; keep one targeted:TARGET+"
-        )
     return AttackName(base, settings, around)
 
 
+def _foreign_settings(whose: str, text: str) -> dict[str, Setting]:
+    """Settings of another library's attack, which are checked when it is built."""
+    settings: dict[str, Setting] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = (side.strip() for side in part.partition("="))
+        if not equals or not key.isidentifier() or key in settings:
+            raise UserError(f"{whose}: cannot read {part.strip()!r}; write each setting once, like {whose}(steps=10)")
+        settings[key] = read_value(value)
+    return settings
+
+
 def _lower(text: str) -> str:
-    """Names in lower case, but for the name of the user's function."""
-    parts = re.split(r"((?<=backward=)[^,)]*)", text)
+    """Names in lower case, but for those of the user's functions and of other libraries' classes."""
+    parts = re.split(r"((?<=backward=)[^,)]*|(?<![\w-])(?:torchattacks|foolbox|art|python):[^+]*)", text)
     return "".join(part if place % 2 else part.lower() for place, part in enumerate(parts))
 
 
@@ -141,15 +159,20 @@ def _check_size(whose: str, key: str, text: str, value: float) -> None:
         raise UserError(f"setting {key!r} of {whose} must be at most {_LARGEST:,}, got {given}")
 
 
+def entry_of(name: AttackName) -> AttackEntry:
+    """The registry's entry of an attack without its prefixes."""
+    return foreign_entry(name.base) if ":" in name.base else ATTACKS[name.base]
+
+
 def needs_known_family(text: str) -> bool:
     """Whether the attack or one of its prefixes needs a model family whose attention or patches are known."""
     name = read_attack_name(text)
-    return ATTACKS[name.base].needs_vit or any(PREFIXES[prefix].needs_vit for prefix, _ in name.prefixes)
+    return entry_of(name).needs_vit or any(PREFIXES[prefix].needs_vit for prefix, _ in name.prefixes)
 
 
 def is_adaptive(text: str) -> bool:
     """Whether most samples cost less than the maximum that the attack's `passes` gives."""
-    return ATTACKS[read_attack_name(text).base].adaptive
+    return entry_of(read_attack_name(text)).adaptive
 
 
 def without_escalation(names: Sequence[str]) -> list[str]:
@@ -175,10 +198,19 @@ def numbered_targets(text: str) -> list[int]:
     return [target for target in given if isinstance(target, int)]
 
 
-def make(text: str, *, eps: float | str = 8 / 255, norm: str = "linf") -> Attack:
-    """Build an attack by its name, e.g. `make("pgd-100", eps=8/255, norm="linf")`."""
+@overload
+def make(text: str, *, eps: float | str = ..., norm: str = ..., model: None = None) -> Attack: ...
+@overload
+def make(text: str, *, eps: float | str = ..., norm: str = ..., model: nn.Module) -> Callable[..., Tensor]: ...
+def make(
+    text: str, *, eps: float | str = 8 / 255, norm: str = "linf", model: nn.Module | None = None
+) -> Attack | Callable[..., Tensor]:
+    """Build an attack by its name, e.g. `make("pgd-100", eps=8/255, norm="linf")`.
+
+    With a `model`, the attack on it, which takes images and labels as those of torchattacks do.
+    """
     name = read_attack_name(text)
-    attack = ATTACKS[name.base].create(make_threat(norm, read_quantity(eps, "eps")), **name.settings)
+    attack = entry_of(name).create(make_threat(norm, read_quantity(eps, "eps")), **name.settings)
     for prefix, settings in reversed(name.prefixes):
         attack = PREFIXES[prefix].wrap(attack, **settings)
-    return attack
+    return attack if model is None else partial(attack, model)

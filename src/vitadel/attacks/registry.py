@@ -225,6 +225,18 @@ ATTACKS: dict[str, AttackEntry] = {
     "autoattack-rand": AttackEntry(autoattack_rand, "AutoAttack 'rand', for models with random outputs: APGD with EOT"),
 }
 
+
+def foreign_entry(title: str) -> AttackEntry:
+    """An attack of another library, such as 'torchattacks:PGDRS'."""
+
+    def build(threat: Threat, **settings: object) -> Attack:
+        from vitadel.attacks.foreign import foreign  # few audits need it
+
+        return foreign(threat, title, settings)
+
+    return _inexact(build, "an attack of another library, judged here")
+
+
 PREFIXES: dict[str, PrefixEntry] = {
     "aas": PrefixEntry(aas, "adaptive attention scaling (Jain & Dutta 2024)", needs_vit=True),
     "aas-bpda": PrefixEntry(

@@ -114,7 +114,9 @@ def _rows(kind: Kind, search: str) -> dict[str, str]:
         from vitadel.attacks.registry import ATTACKS, PREFIXES
 
         attacks = {f"{n}[-K]" if "steps" in p.settings else n: p.describe() for n, p in ATTACKS.items()}
-        return attacks | {prefix.title(name): prefix.describe() for name, prefix in PREFIXES.items()}
+        foreign = dict.fromkeys(("torchattacks:CLASS", "foolbox:CLASS", "art:CLASS"), "an attack of this library")
+        foreign["python:MODULE:CLASS"] = "your own attack, called with (model, x, y)"
+        return attacks | foreign | {prefix.title(name): prefix.describe() for name, prefix in PREFIXES.items()}
     if kind is Kind.data:
         from vitadel.data import known_specs
 

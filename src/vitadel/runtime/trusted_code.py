@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vitadel.errors import UserError
@@ -21,13 +21,26 @@ def check_code_trusted(code: str | None, where: str) -> None:
         )
 
 
+def _texts(value: object) -> Iterator[str]:
+    """All texts in nested mappings and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
 def code_in_recipe(document: Mapping[str, Any]) -> list[str]:
-    """The code that a recipe names: `python:` models, and objectives, plug-ins and adapters by their dotted path."""
+    """The code that a recipe names: `python:` models and attacks, and objectives, plug-ins and adapters by their
+    dotted path."""
     named = []
     for section, content in document.items():
         if not isinstance(content, Mapping):
             continue
-        named += [value for value in content.values() if isinstance(value, str) and value.startswith("python:")]
+        named += [text for text in _texts(content) if "python:" in text]
         if section == "plugins":
             named += [str(name) for name in content if "." in str(name)]
         elif "." in str(content.get("use", "")):

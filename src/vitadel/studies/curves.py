@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from vitadel.attacks.attention_scaling.aas import AAS, Rescaled
 from vitadel.attacks.goals import FromClean, OnLogits
-from vitadel.attacks.parse import make, needs_known_family, read_attack_name
+from vitadel.attacks.parse import entry_of, make, needs_known_family, read_attack_name
 from vitadel.attacks.pgd import PGD
-from vitadel.attacks.registry import ATTACKS
 from vitadel.attacks.steppers import Momentum, Steepest
 from vitadel.attacks.threats import make_threat
 from vitadel.errors import UserError
@@ -84,7 +83,7 @@ class CurvesRequest(StudyRequest):
 
     @property
     def takes_steps(self) -> bool:
-        return "steps" in ATTACKS[read_attack_name(self.attack).base].settings
+        return "steps" in entry_of(read_attack_name(self.attack)).settings
 
     @property
     def points(self) -> tuple[float, ...]:
@@ -102,7 +101,7 @@ class CurvesRequest(StudyRequest):
     def usual_steps(self) -> int | None:
         """The number of steps in the attack's name, or its default."""
         name = read_attack_name(self.attack)
-        steps = name.settings.get("steps", ATTACKS[name.base].settings.get("steps"))
+        steps = name.settings.get("steps", entry_of(name).settings.get("steps"))
         return int(steps) if isinstance(steps, int) else None
 
 

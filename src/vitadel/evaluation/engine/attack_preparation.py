@@ -45,8 +45,8 @@ _FORWARDS = 3
 """After so many forward passes an attack has used everything that it needs of a model."""
 
 
-class _Enough(Exception):
-    """Ends an attack that has started without an error."""
+class _Enough(BaseException):
+    """Ends an attack that has started without an error; no Exception, which other libraries' attacks may catch."""
 
 
 def preflight(model: nn.Module, attacks: Sequence[tuple[str, Attack]], shape: tuple[int, int]) -> None:

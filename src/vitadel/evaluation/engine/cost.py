@@ -282,8 +282,8 @@ def _generators_kept(context: RunContext) -> Iterator[None]:
         yield
 
 
-class _OutOfTime(Exception):
-    """Ends an attack in the middle."""
+class _OutOfTime(BaseException):
+    """Ends an attack in the middle; no Exception, which other libraries' attacks may catch."""
 
 
 @dataclass(frozen=True)
