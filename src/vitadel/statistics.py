@@ -53,6 +53,17 @@ def bootstrap_mean(values: NDArray[np.floating[Any]], seed: int = 0) -> tuple[fl
     return low, high
 
 
+def bootstrap_ratio(
+    values: NDArray[np.floating[Any]], others: NDArray[np.floating[Any]], seed: int = 0
+) -> tuple[float, float]:
+    """The 95 % interval of a ratio of means over the same images: percentiles of 1000 seeded paired resamples."""
+    rng = np.random.default_rng(seed)
+    drawn = (rng.integers(len(values), size=len(values)) for _ in range(_ROUNDS))
+    ratios = [values[rows].mean(dtype=np.float64) / others[rows].mean(dtype=np.float64) for rows in drawn]
+    low, high = np.quantile(ratios, [0.025, 0.975]).tolist()
+    return low, high
+
+
 def sign_test(more: int, less: int) -> float:
     """P-value of the one-sided sign test: at least `more` of `more + less` differences on one side by chance."""
     tosses = more + less

@@ -313,6 +313,14 @@ def test_where_the_learned_scores_start_and_that_they_do_not_decay() -> None:
     assert id(model.stages[0].blocks[0].attn.qkv.weight) not in still
 
 
+def test_scores_decay_as_in_the_papers_training() -> None:
+    model = small(scaled_blocks=2, scaling_start="paper")
+    groups = create_optimizer_v2(model, "adamw", weight_decay=0.1).param_groups
+    decayed = {id(each) for group in groups if group["weight_decay"] == 0.1 for each in group["params"]}
+    assert {id(block.attn.position_scores) for block in model.stages[0].blocks} <= decayed
+    assert model.no_weight_decay() == set()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -8,6 +8,7 @@ from typing import Annotated
 from vitadel.cli.corruptions import Severities, corruption_list, severity_list
 from vitadel.cli.execution import present, run_options
 from vitadel.cli.options import DataFlags, RunFlags, expand_groups, option
+from vitadel.errors import UserError
 
 
 @expand_groups
@@ -21,6 +22,9 @@ def corrupt(
     size: Annotated[
         int | None, option("image size (default: 224 as ImageNet-C; images up to 96 pixels keep theirs)")
     ] = None,
+    augmix: Annotated[
+        int | None, option("instead, this number of AugMix copies of each image, to train on (as data.extra)")
+    ] = None,
     run: RunFlags = RunFlags(),
 ) -> None:
     """Write a corrupted copy of a data set."""
@@ -28,6 +32,16 @@ def corrupt(
     from vitadel.evaluation.corruptions.corrupted_copy import CorruptedCopyRequest, write_copy
     from vitadel.runtime.distributed import join_processes
 
+    if augmix is not None:
+        from vitadel.evaluation.corruptions.augmix_copy import AugmixCopyRequest, write_augmix_copy
+
+        if (corruptions, severities, size) != ("common", "1,2,3,4,5", None):
+            raise UserError("--augmix writes images of their own size without corruptions; drop the other settings")
+        copies = AugmixCopyRequest(copies=augmix, format=file_format, **data.for_request())
+        source = open_dataset(data.data, root=data.data_root, skip_bad=data.skip_bad)
+        options = run_options(run, **asdict(data))
+        present(write_augmix_copy(source, data.data, copies, join_processes(run.device), **options), run, report=False)
+        return
     request = CorruptedCopyRequest(
         corruptions=corruption_list(corruptions),
         severities=severity_list(severities),

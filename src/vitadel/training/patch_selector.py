@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.patches.corruption_model import CorruptionModel, normalize_like, save_corruption_model
-from vitadel.attacks.patches.patch_threat import count_of_share, patch_side_of, patches_in, strongest
+from vitadel.attacks.patches.corruption_model import CorruptionModel, keep_mask, normalize_like, save_corruption_model
+from vitadel.attacks.patches.patch_threat import count_of_share, patch_side_of, patches_in
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import derive_seed
 from vitadel.training.interfaces import Losses, Training
+from vitadel.training.opponent_probe import OpponentGain
 
-_MONITORED = 64  # training images on which changes of the selected patches are measured
+_PROBED = 128  # training images on which the selection is measured after every epoch
 _LAST, _MOMENTUM = "last", "momentum."
+
+Choose = Callable[[Tensor], Tensor]
+Probe = Callable[[nn.Module, Sequence[tuple[Tensor, Tensor]], Choose | None, int], tuple[float, OpponentGain | None]]
+"""(model, images, the selector's choice or None for random patches, key) -> gradient share and gain."""
 
 
 @dataclass
@@ -28,7 +34,8 @@ class PatchSelector:
     multiplied by the loss scale, so in effect all had that norm; in full precision they are some hundred times shorter,
     and the selector hardly changes. Steps with non-finite gradients are skipped. Logged after every epoch, on training
     images without augmentation: the share of selected patches that differ from the start (`masks_moved`) and from the
-    previous epoch (`masks_moved_last`).
+    previous epoch (`masks_moved_last`), and what `probe` measures: `gradient_share`, and the gain of the choice over
+    random patches (`opponent_gain` with its interval), with a warning where the interval includes 1.
     """
 
     share: float
@@ -40,12 +47,14 @@ class PatchSelector:
     weight_decay: float
     gradient: str
     grad_norm: float
+    probe: Probe = field(repr=False)
     _model: CorruptionModel | None = field(init=False, default=None, repr=False)
     _optimizer: torch.optim.SGD | None = field(init=False, default=None, repr=False)
     _saved: dict[str, Tensor] = field(init=False, default_factory=dict, repr=False)
     _last: Tensor | None = field(init=False, default=None, repr=False)
     _side: int = field(init=False, default=0, repr=False)
     _key: int = field(init=False, default=0, repr=False)
+    _warned: bool = field(init=False, default=False, repr=False)
 
     def rng(self, x: Tensor) -> SampleRNG:
         """Random streams keyed by pixels and step: independent of batches and processes, new in every epoch."""
@@ -112,14 +121,31 @@ class PatchSelector:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
-    @torch.no_grad()
     def after_epoch(self, run: Training) -> None:
-        if self._model is None or not self.trained:
+        images = [(x, y) for x, y in run.training_images(_PROBED)]
+        choose = None
+        if self.trained and self._model is not None:
+            self._log_moves(run, [x for x, _ in images])
+            choose = partial(self._kept, self._model, run.model)
+        share, gain = self.probe(run.model, images, choose, derive_seed(run.seed, "probe"))
+        run.log({"gradient_share": share})
+        if gain is None:
             return
-        batches = [x for x, _ in run.training_images(_MONITORED)]
+        run.log(gain.as_metrics())
+        if not gain.beats_chance and not self._warned:
+            run.report(
+                f"the opponent's patches are no worse for the model than random ones: opponent_gain {gain.gain:.3f}, "
+                f"95 % interval {gain.low:.3f} to {gain.high:.3f}. Try objective.learning=credited; "
+                "docs/afat.md says why."
+            )
+        self._warned = not gain.beats_chance
+
+    @torch.no_grad()
+    def _log_moves(self, run: Training, batches: Sequence[Tensor]) -> None:
+        assert self._model is not None
         first = _untrained(batches[0], self._side, run.seed)
         at_start, now = (
-            torch.cat([self._chosen(each, run.model, x) for x in batches]) for each in (first, self._model)
+            torch.cat([self._kept(each, run.model, x) == 0 for x in batches]) for each in (first, self._model)
         )
         last = at_start if self._last is None else self._last.to(now.device)
         run.log({"masks_moved": _moved(at_start, now), "masks_moved_last": _moved(last, now)})
@@ -127,9 +153,10 @@ class PatchSelector:
         if run.processes.is_main:
             save_corruption_model(self._model, run.folder / "weights" / "corruption-model.safetensors")
 
-    def _chosen(self, selector: CorruptionModel, model: nn.Module, x: Tensor) -> Tensor:
+    def _kept(self, selector: CorruptionModel, model: nn.Module, x: Tensor) -> Tensor:
+        """1 for the patches that the selector keeps."""
         scores = selector(normalize_like(model, x))
-        return strongest(-scores, self.count(scores.shape[1]))
+        return keep_mask(scores, self.count(scores.shape[1])).detach()
 
     def state(self) -> dict[str, Tensor]:
         if self._model is None or self._optimizer is None:

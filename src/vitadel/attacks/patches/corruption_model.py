@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,9 +17,11 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitadel.attacks.goals import gradient
 from vitadel.attacks.patches.patch_threat import patches_in, pixel_mask, strongest
 from vitadel.attacks.patches.random_patches import normalization_of
 from vitadel.errors import UserError
+from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_atomically
 
 _KEY = "vitadel.corruption_model"  # of the metadata in files
@@ -38,6 +40,22 @@ def keep_mask(scores: Tensor, count: int) -> Tensor:
     """
     hard = (~strongest(-scores.detach(), count)).to(scores.dtype)
     return hard + (scores - scores.detach())
+
+
+def credited_scores(scores: Tensor, damage: Callable[[Tensor], Tensor], count: int, rng: SampleRNG) -> Tensor:
+    """The sum of scores times each patch's part in the damage, for random patches at a random strength of the noise.
+
+    `damage` maps a mask (batch, patches), 1 where a patch is kept, to a number. Averaged over strengths, gradients
+    times changes add up to the damage (integrated gradients, Sundararajan et al. 2017). Ascending this sum lowers the
+    scores of patches that do more damage than others. The straight-through gradient of `keep_mask` cannot: around a
+    patch without noise the distance to the clean features has no first-order term of that patch, so only patches that
+    are chosen already are judged.
+    """
+    noisy = (rng.stream("patches").permutation(scores.shape[1]) < count).to(scores.dtype)
+    keep = (1 - rng.stream("strength").uniform(1).to(scores.dtype) * noisy).requires_grad_()
+    credit = gradient(damage(keep), keep) * noisy
+    credit = noisy * (credit - credit.sum() / noisy.sum().clamp(min=1))  # the common part is the same for all patches
+    return (scores * credit).sum()
 
 
 def corrupted(x: Tensor, keep: Tensor, noise: Tensor, side: int) -> Tensor:

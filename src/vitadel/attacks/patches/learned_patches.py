@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import cross_entropy
 from vitadel.attacks.patches.corruption_model import (
     CorruptionModel,
     alignment,
     corrupted,
+    credited_scores,
     keep_mask,
     normalize_like,
 )
@@ -107,19 +107,14 @@ class LearnedPatches:
     def _credited(
         self, model: nn.Module, selector: CorruptionModel, x: Tensor, y: Tensor, rules: Patches, rng: SampleRNG
     ) -> Sequence[Tensor | None]:
-        """Credit each noisy patch with its part in the damage, for random patches at a random strength of the noise.
-
-        Averaged over strengths, gradients times changes add up to the damage (integrated gradients, Sundararajan et
-        al. 2017). The straight-through gradient is saturated at full noise and has, as measured, the wrong sign at
-        patches without noise; and a selector that only tries its own choice learns nothing about other patches.
-        """
-        scores = selector(normalize_like(model, x))
-        noisy = (rng.stream("patches").permutation(scores.shape[1]) < rules.count).to(x.dtype)
-        keep = (1 - rng.stream("strength").uniform(1).to(x.dtype) * noisy).requires_grad_()
+        """What each patch contributes to the damage; a selector that tries only its own choice learns about no other."""
         noise = uniform_noise(model, x, rng, self.noise)
-        credit = gradient(self._value(model, x, y, corrupted(x, keep, noise, rules.side)), keep) * noisy
-        credit = noisy * (credit - credit.sum() / noisy.sum())  # the common part is the same for all patches
-        return _slopes((scores * credit.to(scores.dtype)).sum(), list(selector.parameters()))
+
+        def damage(keep: Tensor) -> Tensor:
+            return self._value(model, x, y, corrupted(x, keep.to(x.dtype), noise, rules.side))
+
+        sum_of_scores = credited_scores(selector(normalize_like(model, x)), damage, rules.count, rng)
+        return _slopes(sum_of_scores, list(selector.parameters()))
 
     def _value(self, model: nn.Module, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         if self.objective == "ce":

@@ -59,7 +59,8 @@ class Attention(nn.Module):
 
     Position-aware attention scaling: softmax(q k^T / sqrt(d) * sigmoid(W)) v, one W per head and pair of positions.
     `start` is the initial W. 'open': sigmoid(W) = 0.88, close to plain attention, so that weights of a model without
-    factors can be fine-tuned, with a useful gradient of the sigmoid. 'paper': about 0, which halves every score.
+    factors can be fine-tuned, with a useful gradient of the sigmoid. 'paper': about 0, which halves every score; the
+    paper's training also decays W towards 0 (`RVT.no_weight_decay`).
     """
 
     def __init__(self, width: int, num_heads: int, grid: Grid | None = None, start: ScalingStart = "open") -> None:
@@ -179,7 +180,8 @@ class RVT(nn.Module):
 
     `depths`, `widths` and `heads` are those of its stages. The first `scaled_blocks` blocks, over all stages, scale
     attention by position. Their learned scores start by `scaling_start` (see `Attention`), have the size for `img_size`
-    and are resampled for other images, whose height and width may be any multiples of the patch size.
+    and are resampled for other images, whose height and width may be any multiples of the patch size. With
+    `scaling_start` 'paper' the scores start and decay as in the published training.
     """
 
     def __init__(
@@ -207,6 +209,7 @@ class RVT(nn.Module):
                 "a multiple of its heads."
             )
         self.num_classes = num_classes
+        self.scaling_start = scaling_start
         self.num_features = self.embed_dim = self.head_hidden_size = widths[-1]
         self.patch_embed = Stem(patch_size, in_chans, widths[0])
         grid, stages, place = _grid_of(img_size, patch_size), [], 0
@@ -266,7 +269,9 @@ class RVT(nn.Module):
                 cast(Block, block).attn.set_grid(grid)
 
     def no_weight_decay(self) -> set[str]:
-        """Learned scores: decay to 0 would halve the attention scores."""
+        """Learned scores, whose decay to 0 would halve the attention scores; with `scaling_start` 'paper' they decay."""
+        if self.scaling_start == "paper":
+            return set()
         return {name for name, _ in self.named_parameters() if name.endswith("position_scores")}
 
 

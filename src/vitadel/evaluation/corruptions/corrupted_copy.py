@@ -163,7 +163,7 @@ class _Copy:
             for chunk, batch in zip(todo, self._batches(todo), strict=True):
                 for level, z in versions(batch, name, self.request.severities, self.request.seed):
                     for index, pixels in zip(batch.indices.tolist(), in_bytes(z), strict=True):
-                        write_atomically(self._path(name, level, index), _encoded(pixels, self.request.format))
+                        write_atomically(self._path(name, level, index), encoded(pixels, self.request.format))
                 meter.advance(len(chunk))
 
     def _each(self, chunk: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -244,16 +244,23 @@ def _results(
         "data": {
             "spec": spec,
             "n": n,
-            "classes": len(source.classes),
-            "left_out": len(lost),
-            "left_out_names": list(lost[:_NAMED]),
-            "not_opened": list(skipped(source)),
+            **samples_left_out(source, lost),
         },
         "copy": {
             **about,
             "severities": list(request.severities),
             "format": f"jpeg, quality {_QUALITY}" if request.format == "jpeg" else request.format,
         },
+    }
+
+
+def samples_left_out(source: Source, lost: Sequence[str]) -> dict[str, Any]:
+    """Fields of results about what the copy does not have."""
+    return {
+        "classes": len(source.classes),
+        "left_out": len(lost),
+        "left_out_names": list(lost[:_NAMED]),
+        "not_opened": list(skipped(source)),
     }
 
 
@@ -264,7 +271,8 @@ def _class_folder(source: Source, label: int) -> str:
     return f"{label:0{digits}d}-{name}" if name else f"{label:0{digits}d}"
 
 
-def _encoded(pixels: np.ndarray, kind: str) -> bytes:
+def encoded(pixels: np.ndarray, kind: str) -> bytes:
+    """A picture as the bytes of a file, png or jpeg."""
     buffer = io.BytesIO()
     save = partial(Image.fromarray(pixels).save, buffer)
     save(format="PNG") if kind == "png" else save(format="JPEG", quality=_QUALITY, optimize=True)

@@ -7,6 +7,8 @@ from vitadel.reporting.read_runs import Run
 
 
 def _sentence(run: Run) -> str:
+    if (augmix := run.results.get("augmix")) is not None:
+        return f"{run.results['data']['n']} images, {augmix['copies']} copies of each ({augmix['format']}): {augmix['note']}"
     copy, (height, width) = run.results["copy"], run.results["copy"]["size"]
     return (
         f"{run.results['data']['n']} images of {height} x {width} pixels, {len(copy['corruptions'])} corruptions at "
@@ -15,7 +17,8 @@ def _sentence(run: Run) -> str:
 
 
 def _sections(run: Run) -> list[Section]:
-    remarks = [f"Without {name}: {reason}" for name, reason in run.results["copy"]["left_out"].items()]
+    missing = run.results.get("copy", {}).get("left_out", {})
+    remarks = [f"Without {name}: {reason}" for name, reason in missing.items()]
     data = run.results["data"]
     if data["left_out"]:
         names = ", ".join(data["left_out_names"])
