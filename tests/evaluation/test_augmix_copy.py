@@ -83,7 +83,8 @@ def test_pictures_that_cannot_be_read(tmp_path):
     results, _, _ = write_augmix_copy(source, "folder", AugmixCopyRequest(skip_bad=True), ALONE, out=tmp_path / "y")
     assert (results["data"]["n"], results["data"]["left_out"]) == (2, 1)
     (first, *_) = (tmp_path / "y").rglob("*.png")
-    assert Image.open(first).size == (9, 7)
+    with Image.open(first) as picture:
+        assert picture.size == (9, 7)
 
 
 @pytest.mark.parametrize(

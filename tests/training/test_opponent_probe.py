@@ -90,7 +90,9 @@ def test_credit_is_the_damage_of_each_patch(selector):
     model.train()
     objective(model, x, x, y)["loss"].backward()
     assert model.training
-    assert all(each.requires_grad and torch.equal(each, old) for each, old in zip(model.parameters(), before, strict=True))
+    assert all(
+        each.requires_grad and torch.equal(each, old) for each, old in zip(model.parameters(), before, strict=True)
+    )
     assert objective.patch_selector._model.mix.grad.abs().max() > 0
 
 

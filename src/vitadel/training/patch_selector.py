@@ -135,8 +135,8 @@ class PatchSelector:
         if not gain.beats_chance and not self._warned:
             run.report(
                 f"the opponent's patches are no worse for the model than random ones: opponent_gain {gain.gain:.3f}, "
-                f"95 % interval {gain.low:.3f} to {gain.high:.3f}. Try objective.learning=credited; "
-                "docs/afat.md says why."
+                f"95 % interval {gain.low:.3f} to {gain.high:.3f}. Try objective.learning=credited with "
+                "objective.lr=5e-3; docs/afat.md says why."
             )
         self._warned = not gain.beats_chance
 

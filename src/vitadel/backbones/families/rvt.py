@@ -269,7 +269,7 @@ class RVT(nn.Module):
                 cast(Block, block).attn.set_grid(grid)
 
     def no_weight_decay(self) -> set[str]:
-        """Learned scores, whose decay to 0 would halve the attention scores; with `scaling_start` 'paper' they decay."""
+        """Learned scores, whose decay to 0 would halve attention scores; with `scaling_start` 'paper' they decay."""
         if self.scaling_start == "paper":
             return set()
         return {name for name, _ in self.named_parameters() if name.endswith("position_scores")}

@@ -8,7 +8,8 @@ from vitadel.reporting.read_runs import Run
 
 def _sentence(run: Run) -> str:
     if (augmix := run.results.get("augmix")) is not None:
-        return f"{run.results['data']['n']} images, {augmix['copies']} copies of each ({augmix['format']}): {augmix['note']}"
+        how = f"{augmix['copies']} copies of each ({augmix['format']})"
+        return f"{run.results['data']['n']} images, {how}: {augmix['note']}"
     copy, (height, width) = run.results["copy"], run.results["copy"]["size"]
     return (
         f"{run.results['data']['n']} images of {height} x {width} pixels, {len(copy['corruptions'])} corruptions at "
