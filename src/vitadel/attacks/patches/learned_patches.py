@@ -107,7 +107,7 @@ class LearnedPatches:
     def _credited(
         self, model: nn.Module, selector: CorruptionModel, x: Tensor, y: Tensor, rules: Patches, rng: SampleRNG
     ) -> Sequence[Tensor | None]:
-        """What each patch contributes to the damage; a selector that tries its own choice only learns about no other."""
+        """What each patch contributes to the damage; who tries only its own choice learns about no other patch."""
         noise = uniform_noise(model, x, rng, self.noise)
 
         def damage(keep: Tensor) -> Tensor:
