@@ -290,7 +290,9 @@ def test_at_least_one_attack_must_be_available(target, sets, recipe, tmp_path, c
 def test_the_sets_of_a_bank_are_alike(target, classifier, sets, recipe, tmp_path, count, placement):
     file = str(tmp_path / "other.safetensors")
     save_tokens(TokenClassifier(classifier, fresh_tokens(96, count, seed=8), placement=placement), file, {})
-    reported = rf"set 1 of --bank has {count} tokens \({placement}\), the victim 4 \(prefix\)"
+    reported = (
+        rf"set 1 of --bank has {count} tokens \({placement}, layers \[0\]\), the victim 4 tokens \(prefix, layers"
+    )
     with pytest.raises(UserError, match=reported):
         run_threat_levels(target, request_of(sets, recipe, levels=("T8",), bank=(file,)), CPU, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
