@@ -56,7 +56,7 @@ def test_tokens_of_several_layers_are_trained_and_saved(tmp_path):
     assert file.tokens.shape == (4, 16)
     assert (file.tokens - fresh_tokens(16, 4, seed=7)).abs().amax(1).min() > 1e-3  # those of both layers were trained
     with pytest.raises(UserError, match="from 0 to 1 in this model"):
-        open_training(recipe({"layers": [0, 7]}), CPU)
+        recipe({"layers": [0, 7]}).adapter.check_model(small_model())
 
 
 def test_the_cosine_without_tokens_is_logged_if_asked():
