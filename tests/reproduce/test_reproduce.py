@@ -21,8 +21,9 @@ from vitadel.reporting.page import write_report
 from vitadel.reproduce.given_runs import read_have
 from vitadel.reproduce.jobs import TableRequest, table_jobs
 from vitadel.reproduce.run import run_shard, run_table
-from vitadel.reproduce.table_shards import read_shard, run_side_by_side
+from vitadel.reproduce.table_shards import run_side_by_side
 from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.run_shards import Shard, read_shard
 
 
 def reproduce(out, **asked):
@@ -90,7 +91,7 @@ def test_shards_give_the_same_page(finished, tmp_path, monkeypatch):
     out = tmp_path / "out"
     jobs = table_jobs(TableRequest(table="aas/table1"))
     for part in (1, 2):
-        assert not run_shard(jobs, (part, 2), join_processes("cpu"), out, show=False)
+        assert not run_shard(jobs, Shard(part, 2), join_processes("cpu"), out, show=False)
     assert len(list(out.glob("trainings/*/results.json"))) == 2
     assert reproduce(out) == found
 
@@ -193,7 +194,7 @@ def test_missing_data_is_named_with_its_source_and_what_runs_without(tmp_path):
 
 def test_have_and_shard_are_read():
     assert read_have(["a=x", "b=y,z", "a=w"]) == {"a": ("x", "w"), "b": ("y", "z")}
-    assert read_shard("2/3") == (2, 3)
+    assert read_shard("2/3") == Shard(2, 3)
 
 
 def test_devices_work_side_by_side_as_parts_of_one_table(monkeypatch, tmp_path):

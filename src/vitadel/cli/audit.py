@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitadel.cli import options
-from vitadel.cli.execution import audit_request, open_target, present, run_attacks, run_options
+from vitadel.cli.execution import audit_request, open_target, present, run_attacks, run_options, submit_jobs
 from vitadel.cli.options import (
     AttackFlags,
     ClassifierFlags,
@@ -78,6 +78,7 @@ def audit(
     precheck: Annotated[bool, rare("check the model before the attacks")] = True,
     calibration: options.Calibration = None,
     precision: options.Precision = "fp32",
+    launcher: options.Launcher = None,
     shard: Annotated[str | None, rare("part I/N of the images, for a cluster; see 'vitadel merge'")] = None,
 ) -> None:
     """Measure accuracy of MODEL, clean and under attack.
@@ -85,6 +86,9 @@ def audit(
     Each attack runs on the samples that the earlier ones left correct; writes a run folder and a report.
     """
     assert suite is None  # main.py runs the suite's own verb
+    if launcher is not None:
+        submit_jobs(launcher, run, shards=True)
+        return
     judge = gates.judge()
     if protocol is not None:
         attacks, data, how, independent = _apply_protocol(protocol, attacks, data, how, independent, given_flags(ctx))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vitadel.cli.options import AttackFlags, DataFlags, ModelFlags, RunFlags
+from vitadel.errors import UserError
 
 if TYPE_CHECKING:
     from vitadel.evaluation.audit.audit import AuditRequest
@@ -127,3 +128,21 @@ def present(outcome: Outcome, run: RunFlags, *, report: bool = True) -> None:
     if report:
         typer.echo(f"report: {folder / 'report.html'}")
     typer.echo(str(folder))
+
+
+def submit_jobs(launcher: str, run: RunFlags, *, shards: bool = False) -> None:
+    """Submit this command as jobs of a cluster; a verb without `shards` is one job."""
+    from vitadel.runtime.launcher import launch, read_launcher
+    from vitadel.runtime.run_shards import without_flags
+
+    wanted = read_launcher(launcher)
+    if run.out is None:
+        raise UserError("--launcher needs --out: the folder in which the jobs work, on a disk that they share")
+    if wanted.shards is not None and not shards:
+        raise UserError("--launcher: only an audit has shards; leave out shards=... here")
+    words = without_flags(sys.argv[1:], "--launcher")
+    jobs = launch(wanted, words if wanted.shards is not None else [*words, "--resume"], run.out)
+    typer.echo(f"submitted {len(jobs)} job{'s' * (len(jobs) > 1)}: {', '.join(jobs)}", err=True)
+    if wanted.shards is not None:
+        typer.echo(f"when all are done: {shlex.join(['vitadel', 'merge', str(run.out)])}", err=True)
+    typer.echo(str(run.out))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from vitadel.cli import options
-from vitadel.cli.execution import present, run_options
+from vitadel.cli.execution import present, run_options, submit_jobs
 from vitadel.cli.options import RunFlags, expand_groups
 
 
@@ -19,6 +19,7 @@ def harden(
     ] = None,
     row: options.Row = None,
     data_root: options.DataRoot = None,
+    launcher: options.Launcher = None,
     run: RunFlags = RunFlags(),
 ) -> None:
     """Train or adapt a model by RECIPE, then audit it.
@@ -30,6 +31,9 @@ def harden(
     from vitadel.training.recipes.compose import compose
     from vitadel.training.run import run_harden, title_of
 
+    if launcher is not None:
+        submit_jobs(launcher, run)
+        return
     title = title_of(recipe, row)
     built = build_recipe(compose(recipe, row, overrides or ()), title)
     written = run_options(run, data_root=data_root)

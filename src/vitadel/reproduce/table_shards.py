@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitadel.errors import Interrupted
+from vitadel.runtime.run_shards import without_flags
 
 
 def new_folder(name: str) -> Path:
@@ -20,7 +21,7 @@ def run_side_by_side(out: Path, devices: Sequence[str]) -> None:
 
     What a part could not do is reported when the table is put together. Ctrl-C stops all of them; finished work stays.
     """
-    words = _without(sys.argv[1:], "--device", "--out", "--shard")
+    words = without_flags(sys.argv[1:], "--device", "--out", "--shard")
     commands = [
         [
             sys.executable,
@@ -44,17 +45,3 @@ def run_side_by_side(out: Path, devices: Sequence[str]) -> None:
         for process in started:
             process.wait()
         raise Interrupted(out) from None
-
-
-def _without(words: Sequence[str], *flags: str) -> list[str]:
-    """The words without these flags, their values, and --resume and --json, which a part has no use for."""
-    kept: list[str] = []
-    skip = False
-    for word in words:
-        if skip:
-            skip = False
-        elif word in flags:
-            skip = True
-        elif word not in ("--resume", "--json") and not word.startswith(tuple(f"{flag}=" for flag in flags)):
-            kept.append(word)
-    return kept

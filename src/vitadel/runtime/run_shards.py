@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,3 +59,17 @@ def number_list(numbers: list[int]) -> str:
     return ", ".join(
         str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if len(run) == 2 else ' to '}{run[-1]}" for run in runs
     )
+
+
+def without_flags(words: Sequence[str], *flags: str) -> list[str]:
+    """The words without these flags, their values, and --resume and --json, which a part has no use for."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in flags:
+            skip = True
+        elif word not in ("--resume", "--json") and not word.startswith(tuple(f"{flag}=" for flag in flags)):
+            kept.append(word)
+    return kept

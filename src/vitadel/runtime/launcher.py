@@ -1,0 +1,112 @@
+"""Jobs of a cluster, through submitit: `--launcher slurm(shards=16,partition=gpu)`.
+
+Each job runs one command of vitadel. When the cluster announces preemption, the command saves its state and ends, and
+the job is queued again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitadel.errors import UserError
+from vitadel.runtime.run_shards import Shard
+
+SLURM = "slurm"
+_OF_ALL = ("timeout_min", "mem_gb", "cpus_per_task", "gpus_per_node")  # what submitit passes to every kind of cluster
+_OF_SLURM = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "array_parallelism", "signal_delay_s")
+_DEFAULTS = {"timeout_min": 1440}
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How many shards there are, and what submitit is asked for."""
+
+    shards: int | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_launcher(text: str) -> Launcher:
+    """'slurm(shards=16,partition=gpu)': the kind of cluster, and settings in brackets."""
+    found = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", text.strip())
+    if not found or found[1] != SLURM:
+        raise UserError(
+            f"--launcher must be slurm, with settings in brackets as in slurm(shards=16,partition=gpu); got {text!r}"
+        )
+    settings: dict[str, Any] = {}
+    for pair in filter(None, (part.strip() for part in (found[2] or "").split(","))):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if name not in ("shards", *_OF_ALL, *_OF_SLURM) or not equals or not value:
+            allowed = ", ".join(("shards", *_OF_ALL, *_OF_SLURM))
+            raise UserError(f"--launcher takes KEY=VALUE in brackets, got {pair!r}; allowed keys: {allowed}")
+        settings[name] = int(value) if value.isdecimal() else value
+    shards = settings.pop("shards", None)
+    if shards is not None and (not isinstance(shards, int) or shards < 1):
+        raise UserError(f"--launcher: shards must be a number of at least 1, got {shards!r}")
+    return Launcher(shards, settings)
+
+
+@dataclass
+class LaunchedCommand:
+    """A command as a job; `program` is what runs vitadel."""
+
+    words: tuple[str, ...]
+    folder: str  # where it was typed: paths may be relative
+    program: tuple[str, ...] = (sys.executable, "-m", "vitadel")
+
+    def __call__(self) -> int:
+        self._process = subprocess.Popen([*self.program, *self.words], cwd=self.folder)
+        code = self._process.wait()
+        if code:
+            raise RuntimeError(f"vitadel {' '.join(self.words)} ended with exit code {code}")
+        return code
+
+    def checkpoint(self) -> Any:
+        """Called by submitit when the job is about to be preempted: save, end, and queue the same command again."""
+        self._process.send_signal(signal.SIGTERM)
+        code = self._process.wait()
+        if code not in (0, _INTERRUPTED):
+            raise RuntimeError(f"vitadel {' '.join(self.words)} could not save its state: exit code {code}")
+        return _submitit().helpers.DelayedSubmission(LaunchedCommand(self.words, self.folder, self.program))
+
+
+def launch(launcher: Launcher, words: Sequence[str], out: Path) -> list[str]:
+    """Submit the command, one job for each shard or one for all of it; returns the ids of the jobs.
+
+    Job scripts and logs go to a folder beside the run folder: the run folder belongs to the run.
+    """
+    submitit = _submitit()
+    commands = [tuple(words)]
+    if launcher.shards is not None:
+        shards = [Shard(number, launcher.shards) for number in range(1, launcher.shards + 1)]
+        commands = [(*words, "--shard", str(shard)) for shard in shards]
+    jobs = [LaunchedCommand(command, str(Path.cwd())) for command in commands]
+    given = {**_DEFAULTS, **launcher.parameters}
+    parameters = {name if name in _OF_ALL else f"slurm_{name}": value for name, value in given.items()}
+    try:
+        executor = submitit.AutoExecutor(folder=str(out.with_name(f"{out.name}-jobs")), cluster=SLURM)
+        executor.update_parameters(name="vitadel", **parameters)
+        with executor.batch():
+            started = [executor.submit(job) for job in jobs]
+    except (RuntimeError, OSError, NameError, AssertionError, TypeError) as error:
+        raise UserError(
+            f"the jobs could not be submitted to slurm: {error}. Is this a machine of the cluster?"
+        ) from error
+    except submitit.core.utils.FailedJobError as error:
+        raise UserError(f"sbatch refused the jobs: {error}") from error
+    return [str(job.job_id) for job in started]
+
+
+def _submitit() -> Any:
+    try:
+        return importlib.import_module("submitit")
+    except ImportError:
+        raise UserError("--launcher needs submitit, which is not installed: pip install 'vitadel[slurm]'") from None

@@ -1,0 +1,136 @@
+"""Jobs through submitit: what is submitted, what a preempted job does, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from command_line import vitadel
+from vitadel.errors import UserError
+from vitadel.runtime.launcher import LaunchedCommand, Launcher, launch, read_launcher
+
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+def save(number, frame):
+    Path(sys.argv[1]).write_text("saved")
+    sys.exit(130)
+signal.signal(signal.SIGTERM, save)
+Path(sys.argv[1]).write_text("started")
+time.sleep(60)
+"""
+
+
+def test_settings_are_read():
+    assert read_launcher("slurm") == Launcher(None, {})
+    wanted = read_launcher("slurm(shards=16, partition=gpu,timeout_min=60)")
+    assert wanted == Launcher(16, {"partition": "gpu", "timeout_min": 60})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("pbs", "must be slurm"),
+        ("slurm(shards=16", "must be slurm"),
+        ("slurm(shards=0)", "at least 1, got 0"),
+        ("slurm(shards=many)", "at least 1, got 'many'"),
+        ("slurm(queue=gpu)", "got 'queue=gpu'; allowed keys: shards, timeout_min"),
+        ("slurm(partition)", "got 'partition'"),
+    ],
+)
+def test_wrong_launchers_are_refused(text: str, reason: str):
+    with pytest.raises(UserError, match=reason.replace("(", r"\(")):
+        read_launcher(text)
+
+
+def test_commands_refuse_what_cannot_be_submitted(monkeypatch: pytest.MonkeyPatch):
+    assert "--launcher needs --out" in vitadel("audit", "--launcher", "slurm(shards=2)", code=2).stderr
+    said = vitadel("harden", "shapes/trades", "--launcher", "slurm(shards=2)", "--out", "x", code=2)
+    assert "only an audit has shards" in said.stderr
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    said = vitadel("audit", "--launcher", "slurm(shards=2)", "--out", "x", code=2)
+    assert "pip install 'vitadel[slurm]'" in said.stderr
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with Slurm's commands; sbatch keeps the script that it is given."""
+    pytest.importorskip("submitit")
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    scripts = {"sbatch": f'cp "$1" {tmp_path}/script.sh; echo Submitted batch job 4242', "srun": "", "scontrol": ""}
+    for name, body in scripts.items():
+        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_an_audit_becomes_an_array_of_shards(cluster: Path):
+    import submitit
+
+    said = vitadel("audit", "--limit=8", "--launcher", "slurm(shards=3,partition=gpu)", "--out", "run", "--json")
+    assert "submitted 3 jobs: 4242_0, 4242_1, 4242_2" in said.stderr
+    assert "vitadel merge run" in said.stderr
+    script = (cluster / "script.sh").read_text()
+    for line in ("--array=0-2", "--partition=gpu", "--signal=USR2@90", "--time=1440"):
+        assert line in script
+    jobs = [submitit.core.utils.DelayedSubmission.load(path) for path in sorted((cluster / "run-jobs").glob("*.pkl"))]
+    words = ("audit", "--limit=8", "--out", "run", "--shard")
+    assert [job.function.words for job in jobs] == [(*words, f"{number}/3") for number in (1, 2, 3)]
+    assert {job.function.folder for job in jobs} == {str(cluster)}
+
+
+def test_a_training_is_one_job_that_resumes(cluster: Path):
+    import submitit
+
+    vitadel("harden", "shapes/trades", "train.epochs=1", "--launcher=slurm", "--out=run")
+    (path,) = (cluster / "run-jobs").glob("*.pkl")
+    job = submitit.core.utils.DelayedSubmission.load(path)
+    assert job.function.words == ("harden", "shapes/trades", "train.epochs=1", "--out=run", "--resume")
+
+
+def test_a_machine_without_slurm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"could not be submitted to slurm: .*srun"):
+        launch(Launcher(), ["audit"], tmp_path / "run")
+
+
+def test_a_preempted_job_saves_and_is_queued_again(tmp_path: Path):
+    submitit = pytest.importorskip("submitit")
+    state = tmp_path / "state"
+    job = LaunchedCommand((str(state),), str(tmp_path), (sys.executable, "-c", SAVES))
+    ended: list[str] = []
+
+    def run() -> None:
+        try:
+            job()
+        except RuntimeError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not (state.exists() and state.read_text() == "started") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    again = job.checkpoint()
+    thread.join()
+    assert state.read_text() == "saved"
+    assert isinstance(again, submitit.helpers.DelayedSubmission)
+    assert again.function == LaunchedCommand(job.words, job.folder, job.program)
+    assert ended[0].endswith("exit code 130")
+
+
+def test_a_job_that_cannot_save_is_not_queued_again(tmp_path: Path):
+    job = LaunchedCommand((), str(tmp_path), (sys.executable, "-c", "import sys; sys.exit(3)"))
+    with pytest.raises(RuntimeError, match="ended with exit code 3"):
+        job()
+    with pytest.raises(RuntimeError, match="could not save its state: exit code 3"):
+        job.checkpoint()
