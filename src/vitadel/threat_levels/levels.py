@@ -54,8 +54,8 @@ LEVELS = {
 }
 
 
-NEED_TOKENS = ("T3", "T4", "T7", "T8")
-"""Levels at which attackers make tokens, so that there must be a victim with tokens."""
+NEED_TOKENS = ("T2+", "T3", "T4", "T5", "T6", "T7", "T8")
+"""Levels of attackers who look for tokens: a model without any is refused, as the user may have forgotten them."""
 
 
 def check_levels(codes: Sequence[str]) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class Prepared:
 
 
 def find_victim(target: Target, levels: Sequence[str]) -> TokenClassifier:
-    """The model with its tokens. One without any is its own public backbone, at the levels that need no tokens."""
+    """The model with its tokens. One without any is its own public backbone (T2), at the levels that need no tokens."""
     model = with_one_set(
         target.model,
         "threat levels judge one set of secret tokens, and a bank of them at T8: give one file with --tokens, and the "

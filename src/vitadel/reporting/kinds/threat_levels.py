@@ -93,8 +93,8 @@ def show_threat_levels(run: Run) -> None:
     """A part per attacker, a row per attack, a column per budget; then controls, remarks and findings."""
     console, results, levels = Console(), run.results, run.results["ladder"]
     title = (
-        f"{escape(results['model']['spec'])} on {escape(results['data']['spec'])}: {levels['tokens']} secret tokens "
-        f"({levels['fingerprint']}), n = {results['data']['n']}, seed {results['seed']}, Linf; accuracy in % with its "
+        f"{escape(results['model']['spec'])} on {escape(results['data']['spec'])}: {_tokens(levels)}, "
+        f"n = {results['data']['n']}, seed {results['seed']}, Linf; accuracy in % with its "
         "95 % interval"
     )
     clean = _accuracy(results["clean"], "accuracy")
@@ -110,6 +110,10 @@ def show_threat_levels(run: Run) -> None:
     for remark in level_remarks(levels):
         console.print(f"[dim]{escape(remark)}[/]")
     show_findings(results.get("findings") or [])
+
+
+def _tokens(levels: Levels) -> str:
+    return f"{levels['tokens']} secret tokens ({levels['fingerprint']})" if levels["tokens"] else "no tokens"
 
 
 def _control_parts(levels: Levels) -> dict[str, list[Sequence[Any]]]:
