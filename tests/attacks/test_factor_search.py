@@ -175,15 +175,32 @@ def test_by_default_finalists_are_the_winner_and_one_that_breaks_others():
     model, x = make_vit("vit", classes=3), pixels("vit", 24, seed=5)
     with torch.no_grad():
         y = model(x).argmax(1)
-    for name, most in (("pgd-4", 2), ("autoattack(steps=2)", 1)):
+    for name, usual, most in (("pgd-4", 2, 6), ("autoattack(steps=2)", 1, 1)):
         attack = make(f"aas(images=24,steps=1)+{name}", eps=1 / 255)
         found = attack.prepared(model, [(x, y)])
-        assert 1 + len(found.others) <= most
+        assert 1 + len(found.others) <= usual
         assert found.calibration["finalists"][0] == found.calibration["winner"]
-        assert (
-            attack.passes()
-            == Rescaled(attack.attack, 1.0, others=((1.0,),) * (most - 1), paper_style=most > 1).passes()
-        )
+        for planned, finalists in ((attack.usual_passes(), usual), (attack.passes(), most)):
+            others = ((1.0,),) * (finalists - 1)
+            assert planned == Rescaled(attack.attack, 1.0, others=others, paper_style=most > 1).passes()
+
+
+@pytest.mark.parametrize(("gap", "saturated"), [(2, False), (100, True)])
+@pytest.mark.parametrize("search", ["both", "grid", "ascent"])
+def test_all_candidates_run_where_attention_is_saturated_and_results_say_whether_it_is(gap, saturated, search):
+    model, x, y = planted(gap, [1])
+    attack = AAS(PGD(BALL, steps=2), search=search, ascent_steps=2, images=8)
+    found = attack.prepared(model, [(x, y)])
+    said = found.calibration["saturation"]
+    beyond = [float((each > 16.6).double().mean()) for each in score_gaps(model, x)]
+    assert said["rows"] == pytest.approx(beyond)
+    assert said["is_saturated"] == saturated == (max(beyond) >= 0.1)
+    assert said["largest_gap"] == pytest.approx(float(score_gaps(model, x)[1].max()))
+    candidates = found.calibration["candidates"][:-1]
+    assert (len(found.calibration["finalists"]) == len(candidates)) == saturated
+    assert found.passes() == attack.passes() if saturated and len(candidates) == 6 else True
+    around_an_ensemble = make("aas+autoattack(steps=2)").prepared(model, [(x, y)])
+    assert around_an_ensemble.others == ()
 
 
 def test_with_all_finalists_no_candidate_breaks_an_image_that_aas_does_not():

@@ -23,6 +23,7 @@ from vitadel.attacks.attention_scaling.factors import (
     FactorSearch,
     search_factors_as_printed,
 )
+from vitadel.attacks.attention_scaling.gaps import Saturation, score_gaps
 from vitadel.attacks.attention_scaling.objectives import Passes, Probe
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import Surrogate, changed, clearly_fooled, deployed, seen_through
@@ -139,7 +140,8 @@ class AAS:
     uniform factors of 0.1, 0.01 and 0.001, by how many calibration images a short PGD through each breaks on the
     deployed model, then by that model's loss. So many `finalists` run on the attacked images: the winner first, then
     candidates that break calibration images which those before and the plain probe do not, then the others. By default
-    only the first two kinds, at most two in all, and only the winner if the attack is an ensemble. Without `images` the
+    all of them if the model's attention is saturated, so that none breaks an image that the attack does not; else only
+    the first two kinds, at most two in all; and only the winner if the attack is an ensemble. Without `images` the
     calibration takes as many as cost no more than the attack on 25 images can, at most 64.
     """
 
@@ -173,12 +175,25 @@ class AAS:
         raise UserError(_UNPREPARED)
 
     def passes(self) -> tuple[int, int]:
-        """The passes of the attack itself; the calibration is shared by all samples."""
-        return self._through((1.0,), ((1.0,),) * (self._most_finalists - 1 if self.select else 0)).passes()
+        """The passes of the attack itself on saturated attention; the calibration is shared by all samples."""
+        return self._passes(saturated=True)
+
+    def usual_passes(self) -> tuple[int, int]:
+        """On attention that is not saturated."""
+        return self._passes(saturated=False)
+
+    def _passes(self, saturated: bool) -> tuple[int, int]:
+        candidates = self._settings.most_candidates + len(_UNIFORM) if self.select else 1
+        usual = candidates if self._runs_all(saturated) else self._usual_finalists
+        return self._through((1.0,), ((1.0,),) * (min(candidates, self.finalists or usual) - 1)).passes()
+
+    def _runs_all(self, saturated: bool) -> bool:
+        """Whether every candidate runs on the attacked images if `finalists` does not say how many."""
+        return saturated and not _is_ensemble(self.attack)
 
     @property
-    def _most_finalists(self) -> int:
-        return self.finalists or (1 if _is_ensemble(self.attack) else 2)
+    def _usual_finalists(self) -> int:
+        return 1 if _is_ensemble(self.attack) else 2
 
     def _through(self, factors: tuple[float, ...], others: tuple[tuple[float, ...], ...] = ()) -> Rescaled:
         return Rescaled(self.attack, factors, self.backward_only, False, self.paper_style, others, self.controls)
@@ -193,16 +208,24 @@ class AAS:
             x, y = _spread(x, y, self._affordable(len(attentions_of(model))))
             calibration = [(x, y)]
         with frozen(model):
-            found = self._settings.find(model, calibration, rng, passes, probe=probe)
+            gaps = score_gaps(model, x)
+            passes.add(len(x), 0, 1)
+            saturation = Saturation.of(model, gaps)
+            found = self._settings.find(model, calibration, rng, passes, probe=probe, gaps=gaps)
             ranked, finalists = found, found[:1]
             if self.select:
-                ranked, finalists = self._most_harmful(model, x, y, found, probe, passes)
+                ranked, adding, rest = self._most_harmful(model, x, y, found, probe, passes)
+                if self.finalists is not None or self._runs_all(saturation.is_saturated):
+                    finalists = [*adding, *rest][: self.finalists]
+                else:
+                    finalists = adding[: self._usual_finalists]
         record = {
             "search": self.search,
             "objective": self.objective,
             "images": len(x) if self.images is None else self.images,
             "gradients": passes.gradients,
             "forwards": passes.forwards,
+            "saturation": {"is_saturated": saturation.is_saturated, **vars(saturation), "rows": list(saturation.rows)},
             "finalists": [each.name for each in finalists],
             **_margin(ranked, self.objective, self.select),
             "candidates": [vars(each) | {"factors": list(each.factors)} for each in ranked],
@@ -225,8 +248,10 @@ class AAS:
 
     def _most_harmful(
         self, model: nn.Module, x: Tensor, y: Tensor, found: list[Candidate], probe: Probe, passes: Passes
-    ) -> tuple[list[Candidate], list[Candidate]]:
-        """All candidates, the most harmful first and the plain attack among them, and the finalists."""
+    ) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
+        """All candidates, the most harmful first and the plain attack last; of them the winner and those that break
+        images which the plain probe and the ones before do not; and the others.
+        """
         attentions = len(found[0].factors)
         uniform = [Candidate(f"uniform {factor:g}", (factor,) * attentions) for factor in _UNIFORM]
         plain = Candidate("plain", (1.0,) * attentions)
@@ -244,14 +269,12 @@ class AAS:
         unscaled = measured(plain)
         tried = [measured(each) for each in (*found, *uniform)]
         ranked = sorted(tried, key=lambda each: (each.broken, each.loss), reverse=True)
-        finalists, rest = ranked[:1], list[Candidate]()
-        covered = fooled[plain.name] | fooled[finalists[0].name]
+        adding, rest = ranked[:1], list[Candidate]()
+        covered = fooled[plain.name] | fooled[adding[0].name]
         for each in ranked[1:]:
-            adds = bool((fooled[each.name] & ~covered).any())
-            (finalists if adds else rest).append(each)
+            (adding if bool((fooled[each.name] & ~covered).any()) else rest).append(each)
             covered = covered | fooled[each.name]
-        finalists = finalists if self.finalists is None else finalists + rest
-        return [*ranked, unscaled], finalists[: self._most_finalists]
+        return [*ranked, unscaled], adding, rest
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,14 @@ class FactorSearch:
     def ascends(self) -> bool:
         return self.method != "grid" and self.objective not in DEPLOYED
 
+    @property
+    def most_candidates(self) -> int:
+        return 1 if self.method == "ascent" else 2 + self.ascends
+
     def cost(self, attentions: int) -> tuple[int, int]:
         """The most (gradients, forwards) that one image can cost."""
-        gradients, forwards = (self.steps if self.ascends else 0), 2
+        gradients, forwards = (self.steps if self.ascends else 0), 3  # gaps, reference, and the guide of GAMA
         if self.method != "ascent":
-            forwards += 1
             values = 1 + len(_SHARES) + len(_GRID) * attentions
             more = value_cost(self.objective)
             gradients, forwards = gradients + values * more[0], forwards + values * more[1]
@@ -97,10 +100,12 @@ class FactorSearch:
         passes: Passes,
         reference: float | Sequence[float] = 1.0,
         probe: Probe | None = None,
+        gaps: Sequence[Tensor] | None = None,
     ) -> list[Candidate]:
         """The best factors first, then those that the search passed on its way. The model must be frozen.
 
-        The grid looks at the first batch, the ascent at all of them.
+        The grid looks at the first batch, the ascent at all of them. `gaps` are those of the first batch, where they
+        are known.
         """
         bottom = torch.full((len(attentions_of(model)),), math.log10(self.smallest), dtype=torch.float64)
 
@@ -113,8 +118,9 @@ class FactorSearch:
             return [Candidate("ascent", ascend(drawn, bottom))]
         x, y = next(iter(batches))
         first = bind(self.objective, model, x, y, passes, reference, probe)
-        passes.add(len(x), 0, 1)
-        gaps = score_gaps(model, x)
+        if gaps is None:
+            passes.add(len(x), 0, 1)
+            gaps = score_gaps(model, x)
         starts = [Candidate("gaps", self._bounded(softening(gaps, share))) for share in _SHARES]
         start = _ranked(_valued(each, first) for each in dict.fromkeys(starts))[0]
         low = (torch.tensor(start.factors, dtype=torch.float64) / _RANGE).log10().maximum(bottom)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -43,3 +44,22 @@ def quantile(gap: Tensor, share: float) -> float:
 def softening(gaps: Sequence[Tensor], share: float = 0.9) -> tuple[float, ...]:
     """One factor per attention, at most 1, with which this share of its rows has a gap of at most `SOFT`."""
     return tuple(min(1.0, SOFT / max(quantile(gap, share), 1e-12)) for gap in gaps)
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """The share of rows, for every attention, whose gap is beyond what the model's precision resolves."""
+
+    beyond: float
+    rows: tuple[float, ...]
+    largest_gap: float
+
+    @classmethod
+    def of(cls, model: nn.Module, gaps: Sequence[Tensor]) -> Saturation:
+        beyond = ROUNDS_TO_ONE[precision_of(model)]
+        rows = tuple(float((gap > beyond).double().mean()) if len(gap) else 0.0 for gap in gaps)
+        return cls(beyond, rows, max((float(gap.max()) for gap in gaps if len(gap)), default=0.0))
+
+    @property
+    def is_saturated(self) -> bool:
+        return max(self.rows, default=0.0) > SATURATED

@@ -385,6 +385,8 @@ def scaling_sentences(entry: Mapping[str, Any]) -> list[str]:
             f"the factors of '{found['winner']}' won{over} on {found['images']:,} calibration images, at "
             f"{found['gradients']:,} gradients and {found['forwards']:,} forwards: {factors}."
         )
+        if saturation := found.get("saturation"):
+            sentences.append(_saturation_sentence(saturation))
     for control in entry.get("controls") or []:
         sentences.append(
             f"control, {control['name']}: {control['held']} of {control['n']} still correct; "
@@ -392,6 +394,17 @@ def scaling_sentences(entry: Mapping[str, Any]) -> list[str]:
             f"(p = {control['p']:.2g})."
         )
     return sentences
+
+
+def _saturation_sentence(found: Mapping[str, Any]) -> str:
+    most = max(found["rows"], default=0.0)
+    measured = (
+        f"at most {100 * most:.0f} % of the rows of an attention have a score gap beyond {found['beyond']:g}, where "
+        f"rounding makes the softmax one-hot; the largest gap is {found['largest_gap']:.3g}"
+    )
+    if found["is_saturated"]:
+        return f"attention is saturated: {measured}."
+    return f"attention is not saturated, so scaling has no lost gradients to restore: {measured}."
 
 
 KIND = Kind(audit_sentence, audit_sections, trust=trust_audit, show=show_audit, partial=True)
