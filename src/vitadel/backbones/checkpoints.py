@@ -35,7 +35,7 @@ CHECKSUMS = "SHA256SUMS"
 
 _RETIRED = {
     "zoo:shapes-aas-at": "all its attention factors were 1, so it was a plain PGD-trained model. Use "
-    "zoo:cifar10-aas-at, or train one by `vitadel harden aas/shapes-saturated --row scale-1+aas`",
+    "zoo:cifar10-aas-at, or train one by `vitadel harden aas/shapes-training --row scale-1+aas`",
 }
 
 
