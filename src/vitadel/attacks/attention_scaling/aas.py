@@ -272,6 +272,8 @@ class AAS:
         adding, rest = ranked[:1], list[Candidate]()
         covered = fooled[plain.name] | fooled[adding[0].name]
         for each in ranked[1:]:
+            if any(_same(each.factors, other.factors) for other in (plain, *adding, *rest)):
+                continue  # it would do again what one before it does
             (adding if bool((fooled[each.name] & ~covered).any()) else rest).append(each)
             covered = covered | fooled[each.name]
         return [*ranked, unscaled], adding, rest
