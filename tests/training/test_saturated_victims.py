@@ -1,4 +1,4 @@
-"""`aas/shapes-saturated` and `aas/shapes-training` in their smallest form: what the rows train; controls are controls."""
+"""`aas/shapes-saturated` and `aas/shapes-training` in their smallest form: the rows, and that controls are such."""
 
 from __future__ import annotations
 
