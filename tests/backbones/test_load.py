@@ -139,6 +139,13 @@ def test_nan_weights(tmp_path: Path) -> None:
         load_model(VIT, weights=tmp_path / "w.pt", num_classes=10, kwargs=KWARGS)
 
 
+def test_arguments_of_a_file_may_be_lists_as_recipes_write_them(tmp_path: Path) -> None:
+    arguments = {**KWARGS, "img_size": [32, 32]}
+    save_classifier(load_model(VIT, weights="random", num_classes=7, kwargs=arguments), tmp_path / "m.safetensors")
+    again = load_model(VIT, weights=tmp_path / "m.safetensors", kwargs=arguments)
+    assert again.record.input_size == (32, 32)
+
+
 def test_a_file_of_another_architecture_by_its_record(tmp_path: Path) -> None:
     saved(tmp_path / "m.safetensors")
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -365,7 +366,7 @@ def _open_timm_file(name: str, path: Path, options: _Options) -> tuple[nn.Module
                 f"'{path}' holds '{own.name}' by its own record, not '{name}'. Give the file itself as MODEL."
             )
         stored = {key: value for key, value in own.kwargs.items() if key not in DROP_RATES}
-        if options.building and options.building != stored:
+        if options.building and json.dumps(options.building, sort_keys=True) != json.dumps(stored, sort_keys=True):
             raise UserError(f"'{path}' was built with {stored} by its own record, not with {options.building}.")
         return _parts_of(load_classifier(path, options.dropping))
     checkpoint = read_checkpoint(path)
