@@ -106,7 +106,7 @@ class Attention(ThreatFlags):
 
     attack: _Attack = "pgd-20"
     query: Annotated[str, option("query token: centre, class, or a patch as ROW,COL")] = "centre"
-    block: Annotated[str, option("last, or the number of an attention in running order")] = "last"
+    block: Annotated[str, option("last, all, or the number of an attention in running order")] = "last"
     heads: Annotated[str, option("mean, or each (one map per head as well)")] = "mean"
     calibration: Calibration = None
 

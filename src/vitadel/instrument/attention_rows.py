@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from vitadel.errors import UserError
 from vitadel.instrument.hooks import AttentionHook, frozen, hooked
 from vitadel.instrument.tokens import grid_of_keys, own_tokens
 
-CENTER, CLASS, LAST = "centre", "class", "last"
+CENTER, CLASS, LAST, ALL = "centre", "class", "last", "all"
 _PATCH = re.compile(r"(\d+),(\d+)")
 
 
@@ -68,8 +68,15 @@ def check_query(query: str) -> None:
 
 
 def check_block(block: str) -> None:
-    if block != LAST and re.fullmatch(r"-?\d+", block) is None:
-        raise UserError(f"the block must be {LAST} or a number (0 is the first, -1 the last), got {block!r}")
+    if block not in (LAST, ALL) and re.fullmatch(r"-?\d+", block) is None:
+        raise UserError(f"the block must be {LAST}, {ALL} or a number (0 is the first, -1 the last), got {block!r}")
+
+
+def find_rows(model: nn.Module, x: Tensor, query: str, block: str) -> list[AttentionRow]:
+    """The rows of `query` in one block, or with 'all' in every attention inside a block."""
+    if block != ALL:
+        return [find_row(model, x, query, block)]
+    return [find_row(model, x, query, str(number)) for number in main_attentions(model)]
 
 
 def find_row(model: nn.Module, x: Tensor, query: str, block: str) -> AttentionRow:
@@ -128,11 +135,12 @@ def _find_attention(model: nn.Module, query: str, block: str) -> SoftmaxAttentio
 
 
 @torch.no_grad()
-def read_rows(model: nn.Module, row: AttentionRow, x: Tensor) -> Tensor:
-    """The query's attention to all tokens, (batch, heads, keys)."""
-    with _own_map(model, row.attention) as maps:
+def read_rows(model: nn.Module, rows: Sequence[AttentionRow], x: Tensor) -> list[Tensor]:
+    """The query's attention to all tokens, (batch, heads, keys), in each of the attentions; one forward pass."""
+    with ExitStack() as stack:
+        maps = [stack.enter_context(_own_map(model, row.attention)) for row in rows]
         model(x)
-        return maps()[:, :, row.row].float()
+        return [own()[:, :, row.row].float() for row, own in zip(rows, maps, strict=True)]
 
 
 def over_patches(row: AttentionRow, rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ and pairs of unrelated images, whose attention is often similar.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -26,12 +27,13 @@ from vitadel.evaluation.engine.stages import BatchRecord
 from vitadel.evaluation.engine.target import Target
 from vitadel.evaluation.stability.measures import histogram, mean_with_interval, steps_below_one
 from vitadel.instrument.attention_rows import (
+    ALL,
     CENTER,
     LAST,
     AttentionRow,
     check_block,
     check_query,
-    find_row,
+    find_rows,
     over_patches,
     read_rows,
 )
@@ -47,9 +49,10 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass(frozen=True)
 class AttentionRequest(StudyRequest):
-    """`query` is the patch in the center, the class token, or ROW,COL; `block` the last that has it, or a number.
+    """`query` is the patch in the center, the class token, or ROW,COL; `block` the last that has it, a number, or all.
 
-    With `heads` each, every head is also reported and drawn by itself. The attack runs all its steps.
+    With `heads` each, every head is also reported and drawn by itself; with `block` all, every attention, a mean over
+    its heads. The attack runs all its steps.
     """
 
     attack: str = "pgd-20"
@@ -64,6 +67,8 @@ class AttentionRequest(StudyRequest):
         check_block(self.block)
         if self.heads not in HEADS:
             raise UserError(f"heads must be {' or '.join(map(repr, HEADS))}, got {self.heads!r}")
+        if self.block == ALL and self.heads == "each":
+            raise UserError("with --block all heads are averaged; drop --heads each, or name one block")
         self.make()  # refuse a wrong name before anything is loaded
 
     def make(self) -> Attack:
@@ -97,36 +102,45 @@ def study_attention(
     device = processes.device
     like = torch.full((1, 3, *target.preprocess.shape), 0.5, device=device)
     # Refuse a query that the model does not have before anything is written.
-    row = find_row(target.model.to(device), like, request.query, request.block)
+    rows = find_rows(target.model.to(device), like, request.query, request.block)
 
     def work(study: StudyContext) -> tuple[dict[str, Any], BatchRecord]:
         attack = study.calibrate(request.make(), request.calibration)
-        records = _measure(study, attack, request, row)
+        records = _measure(study, attack, request, rows)
         described = {"name": request.attack, "settings": settings_of(attack)}
         saved = ("x", "z", "maps clean", "maps attacked", "shown")
         arrays = {name: column(records, name) for name in saved}
-        return _summarize(study, request, row, records) | {"attack": described}, arrays
+        return _summarize(study, request, rows, records) | {"attack": described}, arrays
 
     return run_study("attention", target, request, processes, work, **options)
 
 
-def _measure(study: StudyContext, attack: Attack, request: AttentionRequest, row: AttentionRow) -> list[BatchRecord]:
+def _measure(
+    study: StudyContext, attack: Attack, request: AttentionRequest, rows: Sequence[AttentionRow]
+) -> list[BatchRecord]:
     seen = total = 0.0
+
+    def compared(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
+        """(images, heads) of a single attention; (images, attentions) of several, a mean over heads."""
+        each = [cosines(one, other) for one, other in zip(ours, theirs, strict=True)]
+        return each[0] if len(rows) == 1 else torch.stack([one.mean(1) for one in each], 1)
 
     def work(batch: Batch, rng: SampleRNG) -> BatchRecord:
         z, verdict = study.attack(attack, batch, rng)  # with fused attention
         noisy = study.threat.random(batch.x, rng.stream("random change"), surface=True)
-        clean, under, random = (read_rows(study.model, row, each) for each in (batch.x, z, noisy))
-        similarity = cosines(clean, under)
-        chosen = torch.isin(batch.indices, study.shown).to(clean.device)
-        maps = {name: over_patches(row, rows[chosen]) for name, rows in (("clean", clean), ("attacked", under))}
-        if request.heads != "each":
+        clean, under, random = (read_rows(study.model, rows, each) for each in (batch.x, z, noisy))
+        similarity = compared(clean, under)
+        chosen = torch.isin(batch.indices, study.shown).to(similarity.device)
+        maps = {
+            name: _maps(rows, [one[chosen] for one in each]) for name, each in (("clean", clean), ("attacked", under))
+        }
+        if request.heads != "each" and len(rows) == 1:
             maps = {name: each.mean(1, keepdim=True) for name, each in maps.items()}
         return {
             "attacked": similarity.cpu().numpy(),
-            "random": cosines(clean, random).cpu().numpy(),
+            "random": compared(clean, random).cpu().numpy(),
             "held": verdict.held.cpu().numpy(),
-            "unit sum": unit_sum(clean).cpu().numpy(),
+            **{f"unit sum {place}": unit_sum(one).cpu().numpy() for place, one in enumerate(clean)},
             "shown": similarity[chosen].mean(1).cpu().numpy(),
             **{f"maps {name}": each.cpu().numpy() for name, each in maps.items()},
             **pixels_in_8_bits(batch, study.shown, {"x": batch.x, "z": z}),
@@ -140,29 +154,49 @@ def _measure(study: StudyContext, attack: Attack, request: AttentionRequest, row
     return study.stage("attention", work, note)
 
 
+def _maps(rows: Sequence[AttentionRow], seen: Sequence[Tensor]) -> Tensor:
+    """Maps over patches, (images, heads, rows, columns) of one attention, (images, attentions, ...) of several.
+
+    Later stages of a network may have fewer patches: their maps are enlarged to the grid of the largest.
+    """
+    if len(rows) == 1:
+        return over_patches(rows[0], seen[0])
+    largest = max((row.grid for row in rows), key=math.prod)
+    maps = [over_patches(row, one).mean(1, keepdim=True) for row, one in zip(rows, seen, strict=True)]
+    return torch.cat([F.interpolate(each, largest, mode="nearest") for each in maps], 1)
+
+
 def _summarize(
-    study: StudyContext, request: AttentionRequest, row: AttentionRow, records: Sequence[BatchRecord]
+    study: StudyContext, request: AttentionRequest, rows: Sequence[AttentionRow], records: Sequence[BatchRecord]
 ) -> dict[str, Any]:
     every = {name: column(records, name) for name in ("attacked", "random")}
     over_heads = {name: each.mean(1) for name, each in every.items()}
     edges = steps_below_one(min(float(each.min()) for each in over_heads.values()))
     correct, held = study.verdicts.correct.numpy(), column(records, "held")
     groups = {"fooled": correct & ~held, "held": correct & held}
-    n = len(correct)
+    n, row = len(correct), rows[-1]
+    sums = [np.sum([record[f"unit sum {place}"] for record in records], axis=0) for place in range(len(rows))]
+    unrelated = [mean_of_pairs(each, n) for each in sums]
     return {
         "n": n,
         "query": request.query,
-        "attention": row.attention.name,
+        "attention": row.attention.name if len(rows) == 1 else f"{len(rows)} attentions",
         "heads": row.attention.heads,
         "grid": list(row.grid),
         "fooled": share(int(groups["fooled"].sum()), int(correct.sum()), "fooled", "success"),
         "cosine": {name: _spread(each) | histogram(each, edges) for name, each in over_heads.items()},
         "by_outcome": {
-            name: mean_with_interval(over_heads["attacked"][rows]) if rows.any() else None
-            for name, rows in groups.items()
+            name: mean_with_interval(over_heads["attacked"][these]) if these.any() else None
+            for name, these in groups.items()
         },
-        "other_images": mean_of_pairs(np.sum([record["unit sum"] for record in records], axis=0), n),
+        "other_images": None if None in unrelated else float(np.mean([each for each in unrelated if each is not None])),
         "each_head": [_spread(each) for each in every["attacked"].T] if request.heads == "each" else None,
+        "each_block": None
+        if len(rows) == 1
+        else [
+            {"attention": one.attention.name, **_spread(each)}
+            for one, each in zip(rows, every["attacked"].T, strict=True)
+        ],
     }
 
 

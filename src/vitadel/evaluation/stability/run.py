@@ -16,6 +16,7 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitadel.attacks.patches.corruption_model import (
@@ -28,7 +29,14 @@ from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.patch_threat import count_of_share, patch_side_of, patches_in, pixel_mask, strongest
 from vitadel.attacks.patches.random_patches import check_noise, uniform_noise
 from vitadel.attacks.threats import Linf
-from vitadel.backbones.anatomy import blocks_of, family_of, main_attentions, main_blocks, prefix_tokens_of
+from vitadel.backbones.anatomy import (
+    attentions_of,
+    blocks_of,
+    family_of,
+    main_attentions,
+    main_blocks,
+    prefix_tokens_of,
+)
 from vitadel.data.batches import Batch
 from vitadel.errors import UserError, check_known
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
@@ -65,6 +73,8 @@ from vitadel.runtime.rng import SampleRNG
 SUITE = "stability"
 _TRIED_STEPS = 2  # of the training of a corruption model, to time it
 _SELECTOR = "corruption-model.safetensors"
+_EXAMPLES = 16  # images whose cosines over masks are in the results
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _NOT_TOKENS = ("xcit", "swin", "swinv2")  # whose maps are over channels, or over windows
 Corrupt = Callable[[nn.Module, Tensor, SampleRNG], Tensor]
 Who = Literal["random", "learned", "transfer"]
@@ -139,6 +149,8 @@ def run_stability(
         blocks = [blocks_of(context.model)[number].name for number in main_blocks(context.model)]
         run.copy_from("attacks", "samples.parquet", "examples.npz")
         run.write("stability.parquet", _table(seen))
+        layers = [attentions_of(context.model)[number].name for number in main_attentions(context.model)]
+        run.write("cosines.parquet", _cosines(seen, layers))
         return {**attacked, "suite": SUITE, "stability": _summary(request, seen, blocks)}
 
     def on_few(few: int, alone: Processes, **watched: Any) -> Outcome:
@@ -298,9 +310,31 @@ def _part(record: BatchRecord, edges: Sequence[float]) -> dict[str, Any]:
             "first_mask": {**mean_with_interval(first), **histogram(first, edges)},
             "worst_mask": {**mean_with_interval(worst), **histogram(worst, edges)},
             "layers": record["cosine"].mean((0, 1)).tolist(),
+            "images": [_over_masks(*each) for each in zip(record["index"][:_EXAMPLES], each[:_EXAMPLES], strict=True)],
         },
         "drift": {**quartiles_of(record["drift"].mean(1)), "mean": record["drift"].mean((0, 1)).tolist()},
     }
+
+
+def _cosines(seen: dict[Who, BatchRecord], layers: Sequence[str]) -> bytes:
+    """`cosines.parquet`: a row for each way of choosing patches, image and mask; a column for each layer."""
+    parts = []
+    for who, record in seen.items():
+        images, masks, _ = record["cosine"].shape
+        columns = {
+            "patches": np.repeat(who, images * masks),
+            "index": np.repeat(record["index"], masks),
+            "mask": np.tile(np.arange(masks), images),
+        }
+        each = record["cosine"].reshape(images * masks, -1)
+        parts.append(columns | {f"cosine:{name}": each[:, place] for place, name in enumerate(layers)})
+    return parquet_bytes({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def _over_masks(index: int, cosines: NDArray[np.floating[Any]]) -> dict[str, Any]:
+    """The cosines of one image over its masks, as figures 3 and 8 of the paper show them."""
+    quantiles = np.quantile(cosines, _QUANTILES).tolist()
+    return {"index": int(index), "mean": float(cosines.mean()), "masks": len(cosines), "quantiles": quantiles}
 
 
 def _table(seen: dict[Who, BatchRecord]) -> bytes:

@@ -111,6 +111,23 @@ def stability_tables(found: Mapping[str, Any]) -> list[Table]:
     ]
 
 
+def _examples_table(found: Mapping[str, Any]) -> list[Table]:
+    """Cosines of single images over random masks, as figures 3 and 8 of AFAT; nothing for a single mask."""
+    images = found["random"]["similarity"].get("images") or []
+    if found["watched"] == 1 or not images:
+        return []
+    columns = (Column("image", 0), Column("masks", 0), Column("mean", 3))
+    quantiles = tuple(Column(f"{share} % quantile", 3) for share in (5, 25, 50, 75, 95))
+    return [
+        Table(
+            "Cosine of attention of single images over their random masks, a mean over heads and layers; "
+            "cosines.parquet has every image, mask and layer.",
+            (*columns, *quantiles),
+            tuple((each["index"], each["masks"], each["mean"], *each["quantiles"]) for each in images),
+        )
+    ]
+
+
 def _remarks(found: Mapping[str, Any]) -> list[str]:
     by_mask = found["random"]["accuracy"]["by_mask"]
     remarks = [
@@ -145,7 +162,7 @@ def _sections(run: Run) -> list[Section]:
         lambda: draw_stability(run),
         "Left, how similar attention stays to that of the clean image. Middle, accuracy when each image's masks are "
         "sorted. Right, how far the features of each block move; bands reach from the lower to the upper quartile.",
-        stability_tables(found),
+        [*stability_tables(found), *_examples_table(found)],
         _remarks(found),
         file="stability-under-noisy-patches",
     )

@@ -18,9 +18,14 @@ def _draw(run: Run) -> Picture | None:
     if not arrays:
         return None
     strips = [Strip("image", as_images(arrays["x"])), Strip("attacked", as_images(arrays["z"]))]
-    heads = arrays["maps clean"].shape[1]
-    for head in range(min(heads, _MOST_HEADS)):
-        which = "attention" if heads == 1 else f"head {head}"
+    heads, blocks = arrays["maps clean"].shape[1], found.get("each_block")
+    shown = range(heads)
+    if heads > _MOST_HEADS:  # of many blocks some from the first to the last, of many heads the first
+        shown = (
+            [round(k * (heads - 1) / (_MOST_HEADS - 1)) for k in range(_MOST_HEADS)] if blocks else shown[:_MOST_HEADS]
+        )
+    for head in shown:
+        which = "attention" if heads == 1 else blocks[head]["attention"] if blocks else f"head {head}"
         clean, under = (arrays[f"maps {name}"][:, head] for name in ("clean", "attacked"))
         largest = float(max(clean.max(initial=0), under.max(initial=0)))  # one scale for what is compared
         notes = [f"{each:.2f}" for each in arrays["shown"]] if heads == 1 else ()
@@ -64,6 +69,7 @@ def _tables(found: Results) -> list[Table]:
     quantiles = list(found["cosine"]["attacked"]["quantiles"])
     entries = [(label, found["cosine"][name]) for name, (_, label) in _KINDS.items()]
     entries += [(f"attacked, head {head}", each) for head, each in enumerate(found["each_head"] or ())]
+    entries += [(f"attacked, {each['attention']}", each) for each in found.get("each_block") or ()]
     rows: list[tuple[Cell, ...]] = [
         (name, each["n"], each["mean"], *each["ci95"], *(each["quantiles"][part] for part in quantiles))
         for name, each in entries
