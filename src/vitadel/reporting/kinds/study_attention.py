@@ -19,11 +19,10 @@ def _draw(run: Run) -> Picture | None:
         return None
     strips = [Strip("image", as_images(arrays["x"])), Strip("attacked", as_images(arrays["z"]))]
     heads, blocks = arrays["maps clean"].shape[1], found.get("each_block")
-    shown = range(heads)
+    shown = list(range(heads))
     if heads > _MOST_HEADS:  # of many blocks some from the first to the last, of many heads the first
-        shown = (
-            [round(k * (heads - 1) / (_MOST_HEADS - 1)) for k in range(_MOST_HEADS)] if blocks else shown[:_MOST_HEADS]
-        )
+        apart = (heads - 1) / (_MOST_HEADS - 1) if blocks else 1
+        shown = [round(place * apart) for place in range(_MOST_HEADS)]
     for head in shown:
         which = "attention" if heads == 1 else blocks[head]["attention"] if blocks else f"head {head}"
         clean, under = (arrays[f"maps {name}"][:, head] for name in ("clean", "attacked"))
