@@ -35,7 +35,7 @@ from vitadel.instrument.attention_rows import (
     check_query,
     find_rows,
     over_patches,
-    read_rows,
+    read_several,
 )
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
@@ -128,7 +128,7 @@ def _measure(
     def work(batch: Batch, rng: SampleRNG) -> BatchRecord:
         z, verdict = study.attack(attack, batch, rng)  # with fused attention
         noisy = study.threat.random(batch.x, rng.stream("random change"), surface=True)
-        clean, under, random = (read_rows(study.model, rows, each) for each in (batch.x, z, noisy))
+        clean, under, random = (read_several(study.model, rows, each) for each in (batch.x, z, noisy))
         similarity = compared(clean, under)
         chosen = torch.isin(batch.indices, study.shown).to(similarity.device)
         maps = {
