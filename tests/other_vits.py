@@ -10,11 +10,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torchvision.models import SwinTransformer, VisionTransformer
-from torchvision.models.swin_transformer import SwinTransformerBlockV2
+from torchvision.models.swin_transformer import SwinTransformerBlock, SwinTransformerBlockV2
 
-__all__ = ["HUGGING_FACE", "OTHERS", "Other", "make_other", "pixels_for"]
+__all__ = ["HUGGING_FACE", "OTHERS", "Other", "last_layer", "make_other", "one_of_each_family", "pixels_for"]
 
 CLASSES = 5
+
+Build = Callable[[int, float], nn.Module]
+"""From the number of classes and a rate of dropout."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Other:
     """How to build a model, and what is known about it beforehand."""
 
     family: str
-    build: Callable[[], nn.Module]
+    build: Build
     heads: tuple[int, ...]
     blocks: int
     prefix: int
@@ -30,31 +33,45 @@ class Other:
     windows: bool = False
 
 
-def _hugging_face(start: str, **more: Any) -> Callable[[], nn.Module]:
-    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
-    shape |= {"image_size": 32, "patch_size": 8, "num_labels": CLASSES, **more}
-    config = getattr(transformers, f"{start}Config")
-    return lambda: getattr(transformers, f"{start}ForImageClassification")(config(**shape))
+_SHAPE = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
 
 
-def _tower(start: str) -> Callable[[], nn.Module]:
-    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
-    config = getattr(transformers, f"{start}Config")
-
-    def build() -> nn.Module:
-        made = config(vision_config={**shape, "image_size": 32, "patch_size": 8}, text_config=shape, num_labels=CLASSES)
-        model: nn.Module = getattr(transformers, f"{start}ForImageClassification")(made)
+def _hugging_face(start: str, shape: dict[str, Any] = _SHAPE, **more: Any) -> Build:
+    def build(classes: int, dropout: float) -> nn.Module:
+        places = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+        drops = dict.fromkeys(places, dropout)
+        settings = {"image_size": 32, "patch_size": 8, "num_labels": classes, **shape, **drops, **more}
+        config = getattr(transformers, f"{start}Config")(**settings)
+        model: nn.Module = getattr(transformers, f"{start}ForImageClassification")(config)
         return model
 
     return build
 
 
-def _torchvision_swin(block: Any = None) -> nn.Module:
-    more = {} if block is None else {"block": block}
-    return SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=CLASSES, **more)
+def _tower(start: str) -> Build:
+    def build(classes: int, dropout: float) -> nn.Module:
+        seen = {**_SHAPE, "image_size": 32, "patch_size": 8, "attention_dropout": dropout}
+        config = getattr(transformers, f"{start}Config")(vision_config=seen, text_config=_SHAPE, num_labels=classes)
+        model: nn.Module = getattr(transformers, f"{start}ForImageClassification")(config)
+        return model
+
+    return build
+
+
+def _torchvision(classes: int, dropout: float) -> nn.Module:
+    return VisionTransformer(32, 8, 2, 3, 24, 32, dropout, dropout, num_classes=classes)
+
+
+def _torchvision_swin(block: Any = SwinTransformerBlock) -> Build:
+    def build(classes: int, dropout: float) -> nn.Module:
+        drops = {"dropout": dropout, "stochastic_depth_prob": dropout}
+        return SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=classes, block=block, **drops)
+
+    return build
 
 
 _SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
+_WINDOWED = {"heads": (2, 2, 4, 4), "blocks": 4, "prefix": 0, "takes_tokens": False, "windows": True}
 
 HUGGING_FACE = {
     "vit": Other("hf-vit", _hugging_face("ViT"), (3, 3), 2, 1),
@@ -64,36 +81,29 @@ HUGGING_FACE = {
     "registers": Other("hf-dinov2-registers", _hugging_face("Dinov2WithRegisters", mlp_ratio=2), (3, 3), 2, 5),
     "clip": Other("hf-clip", _tower("CLIP"), (3, 3), 2, 1, False),
     "siglip": Other("hf-siglip", _tower("Siglip"), (3, 3), 2, 0),
-    "swin": Other(
-        "hf-swin",
-        lambda: transformers.SwinForImageClassification(
-            transformers.SwinConfig(image_size=32, num_labels=CLASSES, **_SWIN)
-        ),
-        (2, 2, 4, 4),
-        4,
-        0,
-        False,
-        True,
-    ),
+    "swin": Other("hf-swin", _hugging_face("Swin", _SWIN), **_WINDOWED),
 }
 OTHERS = {
     **{f"{name}-{how}": other for name, other in HUGGING_FACE.items() for how in ("eager", "sdpa")},
-    "torchvision": Other(
-        "torchvision-vit", lambda: VisionTransformer(32, 8, 2, 3, 24, 32, num_classes=CLASSES), (3, 3), 2, 1
-    ),
-    "torchvision-swin": Other("torchvision-swin", _torchvision_swin, (2, 2, 4, 4), 4, 0, False, True),
-    "torchvision-swin-v2": Other(
-        "torchvision-swin", lambda: _torchvision_swin(SwinTransformerBlockV2), (2, 2, 4, 4), 4, 0, False, True
-    ),
+    "torchvision": Other("torchvision-vit", _torchvision, (3, 3), 2, 1),
+    "torchvision-swin": Other("torchvision-swin", _torchvision_swin(), **_WINDOWED),
+    "torchvision-swin-v2": Other("torchvision-swin", _torchvision_swin(SwinTransformerBlockV2), **_WINDOWED),
 }
 """By name; those of transformers with each implementation of attention."""
 
 
-def make_other(name: str) -> nn.Module:
+def one_of_each_family(turn: int) -> list[str]:
+    """A model of every family; those of transformers with eager attention, or fused, by turns."""
+    how = [("eager", "sdpa")[(turn + row) % 2] for row in range(len(HUGGING_FACE))]
+    named = [f"{name}-{each}" for name, each in zip(HUGGING_FACE, how, strict=True)]
+    return [*named, *(name for name in OTHERS if name.startswith("torchvision"))]
+
+
+def make_other(name: str, classes: int = CLASSES, dropout: float = 0.0) -> nn.Module:
     """The model in eval mode and float64, for comparisons down to rounding."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = OTHERS[name].build()
+        model = OTHERS[name].build(classes, dropout)
         for key, parameter in model.named_parameters():
             if parameter.dim() >= 2 and "mask_token" not in key:
                 fan = parameter[0].numel() if key.endswith("weight") else 4
@@ -107,3 +117,8 @@ def make_other(name: str) -> nn.Module:
 
 def pixels_for(batch: int = 2) -> Tensor:
     return torch.rand(batch, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def last_layer(model: nn.Module) -> nn.Linear:
+    """The layer that gives the logits."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear)][-1]

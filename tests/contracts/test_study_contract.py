@@ -1,16 +1,24 @@
-"""What every study keeps: whole results, a sentence and a figure, the same after a kill and in other batches."""
+"""What every study keeps: whole results, a sentence and a figure, the same after a kill and in other batches.
+
+Each study runs on a model of our own; and on each family of transformers and torchvision runs one of them, so that
+every study meets such a model.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import vitadel
+from other_vits import OTHERS, make_other, one_of_each_family
 from vitadel.cli.study import STUDIES
 from vitadel.errors import Interrupted
 from vitadel.evaluation.engine.target import Target, open_target
@@ -37,14 +45,34 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+OWN = "zoo:shapes-standard"
+LIBRARIES = list(zip(cycle(sorted(STUDIES)), one_of_each_family(0), strict=False))
+
+
+@pytest.fixture(scope="module", params=[*((name, OWN) for name in sorted(STUDIES)), *LIBRARIES], ids=" ".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Study and model."""
+    found: tuple[str, str] = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return open_target("zoo:shapes-standard", "shapes")
+def name(case: tuple[str, str]) -> str:
+    return case[0]
 
 
-@pytest.fixture(scope="module", params=sorted(STUDIES))
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module")
+def target(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A model of another library gets images that it classifies correctly, from a file."""
+    if case[1] == OWN:
+        return open_target(OWN, "shapes")
+    folder = tmp_path_factory.mktemp("library")
+    module, images = make_other(case[1]).float(), np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), np.uint8)
+    model = vitadel.wrap(module)
+    with torch.no_grad():
+        labels = model(torch.from_numpy(images).permute(0, 3, 1, 2) / 255).argmax(1).numpy()
+    np.savez(folder / "images.npz", images=images, labels=labels)
+    return open_target(model, f"npz:{folder}/images.npz")
 
 
 Measure = Callable[..., dict[str, Any]]
@@ -72,11 +100,11 @@ def done(name: str, measure: Measure, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.slow
-def test_results_are_whole(name: str, done: Path) -> None:
+def test_results_are_whole(name: str, target: Target, done: Path) -> None:
     results = json.loads((done / "results.json").read_text())
     assert results["complete"]
     assert results["study"]["name"] == name
-    assert results["model"]["spec"] == "zoo:shapes-standard"
+    assert results["model"]["spec"] == target.model_spec
     assert results["model"]["fingerprint"]
     assert results["data"]["n"] == 4
     assert results["threat"] == {"norm": "linf", "eps": 8 / 255, "eps_text": "8/255"}
@@ -132,6 +160,11 @@ def test_a_study_that_was_killed_comes_to_the_same(
 def test_other_batches_give_the_same_numbers(done: Path, measure: Measure, tmp_path: Path) -> None:
     there = measure(tmp_path / "run", batch_size=4)["study"]
     assert list(_differences(there, json.loads((done / "results.json").read_text())["study"], "study")) == []
+
+
+def test_every_study_and_every_family_of_other_libraries_is_met() -> None:
+    assert {study for study, _ in LIBRARIES} == set(STUDIES)
+    assert {OTHERS[library].family for _, library in LIBRARIES} == {other.family for other in OTHERS.values()}
 
 
 def test_differences_are_found() -> None:

@@ -76,6 +76,8 @@ def takes_arrays(call: Call[Self]) -> Callable[..., Tensor]:
             from vitadel.attacks.caller_inputs import as_tensors
 
             x, y = as_tensors(model, x, y)
+        if len(x) == 0:  # which many models cannot take, those of transformers among them
+            return x.detach().clone()
         return call(self, model, x, y, rng)
 
     return checked
