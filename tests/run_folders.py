@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from vitadel.evaluation.engine.run import SCHEMA
 from vitadel.evaluation.engine.stages import MemberResult
 from vitadel.evaluation.engine.verdicts import Verdicts, samples_table
 from vitadel.quantities import read_quantity
+from vitadel.runtime.run_folder import SCHEMA
 from vitadel.version import __version__
 
 __all__ = ["write_run"]

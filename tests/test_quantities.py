@@ -9,13 +9,13 @@ from vitadel.quantities import quantity_text, read_quantity, read_value
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("8/255", 8 / 255), ("0.5", 0.5), ("1e-3", 1e-3), (" 3 / 4 ", 0.75), (2, 2.0)]
+    ("text", "value"), [("8/255", 8 / 255), ("0.5", 0.5), ("1e-3", 1e-3), (" 3 / 4 ", 0.75), (2, 2.0), ("0.0e5", 0.0)]
 )
 def test_numbers_as_people_write_them(text, value):
     assert read_quantity(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "eight", "1/0", "nan", "inf", "8/", "1/2/3"])
+@pytest.mark.parametrize("text", ["", "eight", "1/0", "nan", "inf", "8/", "1/2/3", "1e-400", "8/inf"])
 def test_other_things_are_refused(text):
     with pytest.raises(UserError):
         read_quantity(text, "eps")

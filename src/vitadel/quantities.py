@@ -21,6 +21,8 @@ def read_quantity(text: str | float, what: str = "number") -> float:
             value = float(above) / float(below) if slash else float(above)
         except (ValueError, ZeroDivisionError):
             raise UserError(f"{what} {text!r} is not a number; write it like 8/255, 0.03 or 1e-3") from None
+        if value == 0 and any(digit in above.lower().partition("e")[0] for digit in "123456789"):
+            raise UserError(f"{what} {text!r} is too small: it would be rounded to 0. Write 0, or at least 1e-300.")
     if not math.isfinite(value):
         raise UserError(f"{what} must be finite, got {text!r}")
     return value

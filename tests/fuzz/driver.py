@@ -153,6 +153,7 @@ def _ended(case: Case, place: Path) -> tuple[object, str]:
     out, err, code = io.StringIO(), io.StringIO(), 0  # type: io.StringIO, io.StringIO, object
     with (
         chdir(place),
+        material.tiny_paper(material.inputs()),
         patch("sys.argv", ["vitadel", *case.words]),
         patch.dict(os.environ, {"COLUMNS": "200", "HF_HUB_OFFLINE": "1", "VITADEL_TRUST_CODE": "0"}),
         redirect_stdout(out),

@@ -45,7 +45,7 @@ KINDS = {
 
 
 def words_of(kind: str, out: Path) -> list[str]:
-    batches = [] if kind in ("harden", "probe", "corrupt") else ["--batch-size", "2"]
+    batches = [] if kind in ("harden", "probe", "corrupt", "reproduce") else ["--batch-size", "2"]
     return [*KINDS[kind], *batches, "--out", str(out)]
 
 
@@ -156,7 +156,7 @@ def _work(words: Sequence[str], injector: Injector, inputs: Path, errors: Path, 
         sys.stdout, sys.stderr = open(os.devnull, "w"), errors.open("w", buffering=1)  # noqa: SIM115
         from vitadel.cli.main import main
 
-        with chdir(inputs), patch("sys.argv", ["vitadel", *words]):
+        with chdir(inputs), material.tiny_paper(inputs), patch("sys.argv", ["vitadel", *words]):
             injector.install(inputs.parent)
             try:
                 main()

@@ -7,8 +7,11 @@ import io
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +23,7 @@ from PIL import Image
 import command_line
 from small_probes import LINEAR
 from small_recipes import document
+from tiny_paper import PAPER, RECIPE
 
 SHORT = ("--limit", "4", "--device", "cpu")
 MODEL = "zoo:shapes-standard"
@@ -40,6 +44,7 @@ RUNS = {
     "curves": ("study", "curves", MODEL, "--budgets", "0,4/255", "--steps", "1", "--restarts", "1", *SHORT),
     "inspect": ("inspect", MODEL, "--attack", "features-1", *SHORT),
     "corrupt": ("corrupt", "--corruptions", "fog", "--severities", "1", *SHORT),
+    "reproduce": ("reproduce", "tests/table1", "--rows", "short,public", "--device", "cpu"),
 }
 """The commands that make a finished run of each kind, in a folder with the files of `write_inputs`."""
 
@@ -65,8 +70,23 @@ def inputs() -> Path:
 def run(kind: str) -> Path:
     """A finished run of this kind."""
     path = folder() / f"run-{kind}"
-    command_line.vitadel(*RUNS[kind], "--out", str(path), cwd=inputs())
+    with tiny_paper(inputs()):
+        command_line.vitadel(*RUNS[kind], "--out", str(path), cwd=inputs())
     return path
+
+
+@contextmanager
+def tiny_paper(place: Path) -> Iterator[None]:
+    """Let `reproduce` know a table of the tests' own, with a training that takes a second; its recipe is in `place`."""
+    from vitadel.papers.paper_documents import find_item, parse_paper
+
+    paper = parse_paper(PAPER.replace("FILE", str(place / "tiny.yaml")), "aas")
+
+    def find(name: str) -> object:
+        return (paper, paper.item("table1")) if name == "tests/table1" else find_item(name)
+
+    with patch("vitadel.reproduce.jobs.find_item", find):
+        yield
 
 
 def write_inputs(path: Path) -> None:
@@ -86,6 +106,7 @@ def write_inputs(path: Path) -> None:
             _add(archive, f"{row:03d}.cls", str(labels[row]).encode())
     (path / "training.yaml").write_text(yaml.safe_dump(document(train={"epochs": 1})))
     (path / "probe.yaml").write_text(yaml.safe_dump(LINEAR))
+    (path / "tiny.yaml").write_text(RECIPE)
     _write_weights(path)
 
 

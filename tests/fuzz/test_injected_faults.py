@@ -35,7 +35,8 @@ def undisturbed():
     def of(kind: str) -> tuple[Path, dict[str, bytes], list[str]]:
         if kind not in found:
             folder = material.folder() / f"disturbed-{kind}"
-            command_line.vitadel(*words_of(kind, folder), cwd=material.inputs())
+            with material.tiny_paper(material.inputs()):
+                command_line.vitadel(*words_of(kind, folder), cwd=material.inputs())
             expected = outcome(folder)
             shutil.rmtree(folder)
             ended = run_in_child(words_of(kind, folder), Injector())

@@ -39,8 +39,11 @@ FOUND = {
 
 
 def inspected(path, found):
-    run = read_run(write_run(path, correct=[True], attacks={}, verb="inspect"))
-    return replace(run, results={"complete": True, "data": {"spec": "shapes", "n": 4}, "activations": found})
+    run = read_run(write_run(path, correct=[True], attacks={}))
+    command = {**run.command, "verb": "inspect"}
+    return replace(
+        run, command=command, results={"complete": True, "data": {"spec": "shapes", "n": 4}, "activations": found}
+    )
 
 
 def test_curves_words_and_table(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 from run_folders import write_run
 from vitadel.errors import UserError
 from vitadel.quantities import interval_text, percent
+from vitadel.reporting.audit_figures import class_scores
 from vitadel.reporting.page import render
-from vitadel.reporting.read_runs import aspects, class_scores, differing_aspects, read_run, run_labels, threat_text
+from vitadel.reporting.read_runs import aspects, differing_aspects, read_run, run_labels, threat_text
+from vitadel.runtime.run_folder import SCHEMA, RunFolder
 
 YES, NO = True, False
 EIGHT = [YES] * 8
@@ -149,10 +152,41 @@ def clean(**fields: Any) -> bytes:
 )
 def test_damaged_files_are_named(tmp_path: Path, file: str, content: bytes, message: str) -> None:
     path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
+    if file == "results.json" and content.startswith(b'{"'):
+        content = b'{"schema": 1, ' + content[1:]
     (path / file).write_bytes(content)
     with pytest.raises(UserError, match=message) as reported:
         read_run(path)
     assert str(path / file) in str(reported.value)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ({"complete": True}, "has no schema"),
+        ({"schema": SCHEMA, "complete": True}, "it lacks seed, model, data, clean, attacks, worst_case, findings"),
+        ({"schema": SCHEMA + 1, "complete": True, "clean": 3}, rf"reads schema {SCHEMA}. Update vitadel"),
+        ({"schema": "1", "complete": True}, "has schema '1'"),
+        ({"schema": True}, "has schema True"),
+        ({"schema": 0}, "has schema 0"),
+    ],
+)
+def test_results_of_another_version_or_of_none_are_refused(tmp_path: Path, results: object, message: str) -> None:
+    path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT})
+    (path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match=message):
+        read_run(path)
+    with pytest.raises(UserError, match=message) if "lacks" not in message else nullcontext():
+        RunFolder(path).results()
+
+
+def test_samples_that_the_results_do_not_count_are_refused(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", correct=EIGHT, attacks={"fgsm": EIGHT}) / "samples.parquet"
+    table = pq.read_table(path)
+    assert len(table) == 8
+    pq.write_table(table.slice(0, 7), path)
+    with pytest.raises(UserError, match="it has 7 rows, and the results count 8 samples"):
+        read_run(path.parent)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 
 from vitadel.quantities import interval_text, percent, shorten
 from vitadel.reporting.figures import COLORS, WIDTH, Picture, new_figure
-from vitadel.reporting.read_runs import ClassScore, Run, aspects, class_scores, run_labels, threat_text
+from vitadel.reporting.read_runs import Run, aspects, run_labels, threat_text
 from vitadel.statistics import wilson
 
 _ROW = 20  # points, as are all lengths below
@@ -149,6 +149,48 @@ def _draw_bar(axes: Any, y: float, bar: _Bar) -> None:
     across = axes.get_position().width * WIDTH
     _write(axes, across + 58, y, percent(bar.value), side="right", **strong)
     _write(axes, across + 66, y, interval_text(bar.interval), color="muted", fontsize=9)
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """Counts of one class: of `n` samples, how many are correct when clean, after each attack, and after all."""
+
+    name: str
+    n: int
+    correct: int
+    held: int | None
+    attacked: tuple[tuple[str, int], ...] = ()
+
+
+def class_scores(run: Run) -> list[ClassScore]:
+    """Every class that occurs, in the order of labels; none where clean images were not classified."""
+    if run.samples is None or run.results.get("clean") is None:
+        return []
+    label, correct, held = run.column("label"), run.column("clean_correct"), run.held()
+    columns = [name for name in run.samples.column_names if name.startswith("held:")]
+    after_others = {entry["name"] for entry in run.attacks[1:] if str(entry.get("counts")).startswith("after")}
+    names = [column.removeprefix("held:") for column in columns]
+    titles = [f"up to {name}" if name in after_others else name for name in names]
+    present, place = np.unique(label, return_inverse=True)
+
+    def counts(which: np.ndarray) -> list[int]:
+        """How many samples of each class it holds for; one pass, as there may be a million samples in 1,000 classes."""
+        found: list[int] = np.bincount(place[which], minlength=len(present)).tolist()
+        return found
+
+    total, right = counts(np.full(len(label), True)), counts(correct)
+    robust = None if held is None else counts(held)
+    by_attack = [counts(run.column(column)) for column in columns]
+    return [
+        ClassScore(
+            name=run.class_name(int(value)),
+            n=total[row],
+            correct=right[row],
+            held=None if robust is None else robust[row],
+            attacked=tuple((title, found[row]) for title, found in zip(titles, by_attack, strict=True)),
+        )
+        for row, value in enumerate(present)
+    ]
 
 
 def extreme_classes(scores: Sequence[ClassScore]) -> tuple[list[ClassScore], list[ClassScore]]:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from vitadel.errors import UserError
 from vitadel.quantities import plain
+from vitadel.reporting.audit_figures import class_scores
 from vitadel.reporting.comparison import Pairing, overview, pairings
 from vitadel.reporting.interchange import interchange_files
 from vitadel.reporting.kind import Section, kind_of, name_damage
 from vitadel.reporting.kinds.audit import accuracy_section
-from vitadel.reporting.read_runs import Run, aspects, class_scores, read_all, run_labels
+from vitadel.reporting.read_runs import Run, aspects, read_all, run_labels
 from vitadel.reporting.tables import (
     FORMATS,
     Cell,

@@ -1,4 +1,4 @@
-"""Read run folders, and derive what follows from them without a model: labels, scores of classes, differences."""
+"""Read run folders, and derive what follows from them without a model: labels and differences."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitadel.errors import UserError
+from vitadel.runtime.run_folder import check_schema
 from vitadel.runtime.safe_reading import ARRAY_ERRORS, check_regular_file, parse_json, read_text_file
 
 Table = Any  # pyarrow has no types
@@ -26,6 +27,15 @@ _SAMPLE_COLUMNS = {
     **dict.fromkeys(("index", "label", "clean_prediction"), pa.types.is_integer),
     "clean_correct": pa.types.is_boolean,
 }
+_FINISHED = {
+    **dict.fromkeys(("audit", "attack", "diagnose"), ("model", "data", "clean", "attacks", "worst_case", "findings")),
+    "study": ("model", "data", "study"),
+    "inspect": ("model", "data", "activations"),
+    "corrupt": ("data", "copy"),
+    "reproduce": ("reproduce",),
+}
+"""The fields that results of a finished run have, by its verb, besides those of all runs."""
+
 _EXAMPLE_ARRAYS = ("index", "x", "z", "label", "prediction")
 _ABOUT_EXAMPLES = ("attack", "own_rules")  # single values; older runs have none
 
@@ -95,13 +105,19 @@ def read_run(path: Path) -> Run:
     environment = _read_json(path / "environment.json", required=False)
     _check(path / "environment.json", misfit("", environment, _ENVIRONMENT))
     results = _read_json(path / "results.json", required=False)
+    if results:
+        check_schema(results, path / "results.json")
     _check(path / "results.json", next(filter(None, chain(_faults(results), _contradictions(results))), ""))
+    samples = _read_samples(path / "samples.parquet")
+    if results.get("complete"):
+        _check(path / "results.json", lacking(["seed", *_FINISHED.get(command["verb"], ())], list(results)))
+        _check(path / "samples.parquet", _uncounted(samples, results))
     return Run(
         path=path,
         command=command,
         results=results,
         environment=environment,
-        samples=_read_samples(path / "samples.parquet"),
+        samples=samples,
         examples=_read_examples(path / "examples.npz"),
         metrics=_read_metrics(path / "metrics.jsonl"),
     )
@@ -169,6 +185,14 @@ def _read_samples(path: Path) -> Table | None:
         if fits is not None and (not fits(field.type) or table.column(field.name).null_count not in empty):
             raise damaged(path, f"column '{field.name}' holds {field.type}, not all of it verdicts or labels")
     return table
+
+
+def _uncounted(samples: Table | None, results: Mapping[str, Any]) -> str:
+    """Why the samples are not those that the results count; '' if they are."""
+    n = results.get("data", {}).get("n")
+    if samples is None or n is None or len(samples) == n:
+        return ""
+    return f"it has {len(samples)} rows, and the results count {n} samples"
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
@@ -453,45 +477,3 @@ def differing_aspects(runs: Sequence[Run]) -> list[str]:
 def _several(name: str, values: Sequence[object]) -> bool:
     """Whether they differ; a size or precision that an older run did not record counts as equal."""
     return len({value for value in values if value or name not in ("size", "precision")}) > 1
-
-
-@dataclass(frozen=True)
-class ClassScore:
-    """Counts of one class: of `n` samples, how many are correct when clean, after each attack, and after all."""
-
-    name: str
-    n: int
-    correct: int
-    held: int | None
-    attacked: tuple[tuple[str, int], ...] = ()
-
-
-def class_scores(run: Run) -> list[ClassScore]:
-    """Every class that occurs, in the order of labels; none where clean images were not classified."""
-    if run.samples is None or run.results.get("clean") is None:
-        return []
-    label, correct, held = run.column("label"), run.column("clean_correct"), run.held()
-    columns = [name for name in run.samples.column_names if name.startswith("held:")]
-    after_others = {entry["name"] for entry in run.attacks[1:] if str(entry.get("counts")).startswith("after")}
-    names = [column.removeprefix("held:") for column in columns]
-    titles = [f"up to {name}" if name in after_others else name for name in names]
-    present, place = np.unique(label, return_inverse=True)
-
-    def counts(which: np.ndarray) -> list[int]:
-        """How many samples of each class it holds for; one pass, as there may be a million samples in 1,000 classes."""
-        found: list[int] = np.bincount(place[which], minlength=len(present)).tolist()
-        return found
-
-    total, right = counts(np.full(len(label), True)), counts(correct)
-    robust = None if held is None else counts(held)
-    by_attack = [counts(run.column(column)) for column in columns]
-    return [
-        ClassScore(
-            name=run.class_name(int(value)),
-            n=total[row],
-            correct=right[row],
-            held=None if robust is None else robust[row],
-            attacked=tuple((title, found[row]) for title, found in zip(titles, by_attack, strict=True)),
-        )
-        for row, value in enumerate(present)
-    ]

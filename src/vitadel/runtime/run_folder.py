@@ -28,6 +28,9 @@ from vitadel.errors import UserError
 from vitadel.runtime.safe_reading import ARRAY_ERRORS, parse_json_object, read_text_file
 from vitadel.version import __version__
 
+SCHEMA = 1
+"""The version of the fields of results.json."""
+
 _COMMAND = "command.json"
 _PARTIAL = "partial"
 SHARDS = "shards"
@@ -114,14 +117,31 @@ class RunFolder:
     @property
     def complete(self) -> bool:
         try:
-            return bool(self.results()["complete"])
+            return bool(self._content()["complete"])
         except (UserError, KeyError):
             return False
 
     def results(self) -> dict[str, Any]:
         """The content of results.json; `UserError` if there is none that can be read."""
+        results = self._content()
+        check_schema(results, self.path / "results.json")
+        return results
+
+    def _content(self) -> dict[str, Any]:
         path = self.path / "results.json"
         return parse_json_object(read_text_file(path, "the results"), f"'{path}'")
+
+
+def check_schema(results: Mapping[str, Any], path: Path) -> None:
+    """Refuse results of a newer version, whose fields may mean something else, and such that no version wrote."""
+    schema = results.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
+        given = "has no schema" if schema is None else f"has schema {schema!r}"
+        raise UserError(
+            f"'{path}' {given}, so Vitadel did not write it as it is. Run the command again with a new --out."
+        )
+    if schema > SCHEMA:
+        raise UserError(f"'{path}' has schema {schema}; this version reads schema {SCHEMA}. Update vitadel.")
 
 
 @dataclass(frozen=True)

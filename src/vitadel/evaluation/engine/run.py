@@ -24,6 +24,7 @@ from vitadel.quantities import quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.opening import Opening
 from vitadel.runtime.run_folder import (
+    SCHEMA,
     Command,
     FolderCache,
     RunFolder,
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from vitadel.evaluation.engine.expected_time import StageCosts, Trial
 
 Request = TypeVar("Request", bound="RunRequest")
-
-SCHEMA = 1
-"""The version of the fields of results.json."""
 
 _MOST = 2**31  # samples in a batch or in all; far beyond what a machine holds, far below what tensors can count
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "accelerate", "safetensors", "pillow", "pyarrow")

@@ -14,6 +14,7 @@ from vitadel.findings import OK, PRECHECK, attacks_through_modules, title_of
 from vitadel.quantities import can_diagnose, interval_text, listed, percent, share_text
 from vitadel.reporting.audit_figures import (
     GAINS_CAPTION,
+    class_scores,
     draw_accuracies,
     draw_classes,
     draw_examples,
@@ -22,7 +23,7 @@ from vitadel.reporting.audit_figures import (
     shows_attention,
 )
 from vitadel.reporting.kind import Kind, Section, Trust, doubts, kind_of
-from vitadel.reporting.read_runs import Run, aspects, class_scores, damaged, lacking, run_labels, threat_text
+from vitadel.reporting.read_runs import Run, aspects, damaged, lacking, run_labels, threat_text
 from vitadel.reporting.tables import Column as ReportColumn
 from vitadel.reporting.tables import Table as ReportTable
 from vitadel.reporting.terminal import VERDICT_COLORS, show_effective_eps, show_findings
