@@ -77,7 +77,7 @@ def takes_arrays(call: Call[Self]) -> Callable[..., Tensor]:
 
             x, y = as_tensors(model, x, y)
         if len(x) == 0:  # which many models cannot take, those of transformers among them
-            return x.detach().clone()
+            return torch.empty_like(x, requires_grad=False)
         return call(self, model, x, y, rng)
 
     return checked
