@@ -188,9 +188,9 @@ def _read_samples(path: Path) -> Table | None:
 
 
 def _uncounted(samples: Table | None, results: Mapping[str, Any]) -> str:
-    """Why the samples are not those that the results count; '' if they are."""
+    """Why the results count samples that the table does not have; '' if it has all."""
     n = results.get("data", {}).get("n")
-    if samples is None or n is None or len(samples) == n:
+    if samples is None or n is None or len(samples) >= n:
         return ""
     return f"it has {len(samples)} rows, and the results count {n} samples"
 
