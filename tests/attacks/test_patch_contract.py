@@ -1,16 +1,22 @@
-"""The contract of attacks for those that need a model with patches."""
+"""The contract of attacks for those that need a model with patches, also on models of other libraries."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import vitadel
+from other_vits import OTHERS, last_layer, make_other, one_of_each_family
 from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.patch_fool import patch_fool
 from vitadel.attacks.patches.random_patches import RandomPatches
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.backbones.anatomy import blocks_of
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes, judge
 from vitadel.runtime.rng import SampleRNG
@@ -33,14 +39,30 @@ ATTACKS = {
     "learned": _learned,
     "learned ce paper": lambda ball, model: _learned(ball, model, objective="ce", paper=True),
 }
+BY_ATTENTION = ("fool", "linf", "l2")  # choose patches by the attention between them, which windows do not have
 MILD = {
     "linf": lambda ball, model: patch_fool(Linf(ball.eps), patches=2, steps=4, mild="linf"),
     "l2": lambda ball, model: patch_fool(L2(ball.eps), patches=2, steps=4, mild="l2"),
 }
-everything = pytest.mark.parametrize("build", [*ATTACKS.values(), *MILD.values()], ids=[*ATTACKS, *MILD])
+BUILDS = {**ATTACKS, **MILD}
+_TURNS = count()
+MET: list[tuple[str, str]] = []  # attack and model of the other libraries
 
 
-def vit(classes: int = 5) -> nn.Module:
+def everything(test: Callable[..., None]) -> Callable[..., None]:
+    """Meet all attacks on a model of our own, and on each fourth family of other libraries the attack met least."""
+    turn, cases = next(_TURNS), [pytest.param(build, "", id=name) for name, build in BUILDS.items()]
+    for library in one_of_each_family(turn // 4)[turn % 4 :: 4]:
+        names = [name for name in BUILDS if not OTHERS[library].windows or name not in BY_ATTENTION]
+        name = min(names, key=[met for met, _ in MET].count)
+        cases.append(pytest.param(BUILDS[name], library, id=f"{name} {library}"))
+        MET.append((name, library))
+    return pytest.mark.parametrize(("build", "library"), cases)(test)
+
+
+def vit(library: str = "", classes: int = 5) -> nn.Module:
+    if library:
+        return vitadel.wrap(make_other(library, classes).float())
     return make_vit("vit", classes=classes, depth=4)
 
 
@@ -55,8 +77,8 @@ def batch(model: nn.Module, count: int = 5) -> tuple[Tensor, Tensor]:
 
 
 @everything
-def test_stays_in_shape_box_and_budget(build):
-    model = vit()
+def test_stays_in_shape_box_and_budget(build, library):
+    model = vit(library)
     x, y = batch(model)
     attack = build(BALL, model)
     for dtype in (torch.float32, torch.float64):
@@ -69,12 +91,12 @@ def test_stays_in_shape_box_and_budget(build):
 
 
 @everything
-def test_leaves_no_trace(build):
-    model = vit()
+def test_leaves_no_trace(build, library):
+    model = vit(library)
     attack = build(BALL, model)
     x, y = batch(model)
     model.train()
-    model.blocks[1].eval()  # mixed modes must survive
+    blocks_of(model)[1].module.eval()  # mixed modes must survive
     next(model.parameters()).requires_grad_(False)
     parameters = [p.clone() for p in model.parameters()]
     flags = [p.requires_grad for p in model.parameters()]
@@ -92,8 +114,8 @@ def test_leaves_no_trace(build):
 
 @pytest.mark.slow
 @everything
-def test_depends_on_seed_and_sample_only(build):
-    model = vit()
+def test_depends_on_seed_and_sample_only(build, library):
+    model = vit(library)
     attack = build(BALL, model)
     x, y = batch(model)
     model, x = model.double(), x.double()
@@ -110,15 +132,15 @@ def test_depends_on_seed_and_sample_only(build):
 
 
 @everything
-def test_no_budget_means_no_change(build):
-    model = vit()
+def test_no_budget_means_no_change(build, library):
+    model = vit(library)
     x, y = batch(model)
     assert torch.equal(build(Linf(0.0), model)(model, x, y), x)
 
 
 @everything
-def test_works_under_autocast(build):
-    model = vit()
+def test_works_under_autocast(build, library):
+    model = vit(library)
     attack = build(BALL, model)
     x, y = batch(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -131,15 +153,15 @@ def test_works_under_autocast(build):
 
 @everything
 @pytest.mark.parametrize("classes", [2, 3])
-def test_few_classes_work(build, classes):
-    model = vit(classes)
+def test_few_classes_work(build, library, classes):
+    model = vit(library, classes)
     x = pixels("vit", 3)
     assert build(BALL, model)(model, x, model(x).argmax(1)).isfinite().all()
 
 
 @everything
-def test_odd_inputs_are_refused(build):
-    model = vit()
+def test_odd_inputs_are_refused(build, library):
+    model = vit(library)
     attack = build(BALL, model)
     x, y = batch(model)
     with pytest.raises(UserError, match=r"pixels in \[0, 1\]"):
@@ -149,22 +171,23 @@ def test_odd_inputs_are_refused(build):
 
 
 @everything
-def test_constant_logits_and_vanished_attention_give_no_nan(build):
-    model = vit()
+def test_constant_logits_and_vanished_attention_give_no_nan(build, library):
+    model = vit(library)
     attack = build(BALL, model)
     x, y = batch(model)
     with torch.no_grad():
-        model.head.weight.zero_()
-        for block in model.blocks:
-            block.attn.qkv.weight.mul_(100)  # attention on one token only
+        last_layer(model).weight.zero_()
+        for name, weight in model.named_parameters():
+            if any(part in name for part in ("qkv.weight", "q_proj.weight", "in_proj_weight")):
+                weight.mul_(100)  # attention on one token only
     assert attack(model, x, y).isfinite().all()
 
 
 @everything
-def test_costs_what_it_says_when_nothing_is_fooled(build):
-    model = vit()
+def test_costs_what_it_says_when_nothing_is_fooled(build, library):
+    model = vit(library)
     with torch.no_grad():
-        model.head.bias[0] += 1e4
+        last_layer(model).bias[0] += 1e4
     attack = build(BALL, model)
     x, _ = batch(model)
     with count_passes(model) as cost:
@@ -191,3 +214,8 @@ def test_settings_are_recorded():
     )
     assert settings_of(RandomPatches(BALL))["share"] == 0.1
     assert settings_of(LearnedPatches(BALL))["objective"] == "features"
+
+
+def test_every_attack_meets_another_library_and_every_family_an_attack():
+    assert {name for name, _ in MET} == set(BUILDS)
+    assert {OTHERS[library].family for _, library in MET} == {other.family for other in OTHERS.values()}

@@ -88,7 +88,7 @@ def test_a_preempted_audit_keeps_its_batches_and_says_how_to_go_on(
 
 def _sleep(started: Event) -> None:
     started.set()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_workers_are_still_ended_by_sigterm():
@@ -97,7 +97,7 @@ def test_workers_are_still_ended_by_sigterm():
         started = context.Event()
         worker = context.Process(target=_sleep, args=(started,))
         worker.start()
-        assert started.wait(60)
+        assert started.wait(300)
         worker.terminate()
-        worker.join(20)
+        worker.join(300)
     assert worker.exitcode == -signal.SIGTERM

@@ -15,6 +15,7 @@ import torchvision.datasets
 from torch import Tensor, nn
 
 import vitadel
+from vitadel.attacks.registry import ATTACKS
 from vitadel.corruptions.constants import COMMON
 from vitadel.errors import UserError
 from vitadel.evaluation import benchmark as module
@@ -83,6 +84,13 @@ def test_the_first_images_under_autoattack(
     results = json.loads((data_dir / "state" / "results.json").read_text())
     assert results["data"]["spec"] == "cifar10@test, the first 6"
     assert results["attacks"][0]["name"] == "autoattack"
+
+
+def test_a_model_given_by_name_is_recorded_by_it(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ATTACKS, "autoattack", ATTACKS["noise"])
+    given: dict[str, Any] = {"eps": 8 / 255, "data_dir": data_dir, "device": "cpu", "n_examples": 2}
+    vitadel.benchmark("zoo:cifar10-standard", aa_state_path=data_dir / "state", **given)
+    assert json.loads((data_dir / "state" / "results.json").read_text())["model"]["spec"] == "zoo:cifar10-standard"
 
 
 def test_corruptions_are_the_mean_of_all_kinds_and_severities(data_dir: Path) -> None:

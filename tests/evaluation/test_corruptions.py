@@ -233,7 +233,7 @@ def test_two_processes_report_what_one_reports(tmp_path):
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"] if count > 1 else []
         command = [sys.executable, *launcher, str(script), str(tmp_path / str(count))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
         assert done.returncode == 0, done.stderr
         reported.append((tmp_path / str(count) / "results.json").read_text())
     assert reported[0] == reported[1]

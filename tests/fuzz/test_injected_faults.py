@@ -17,7 +17,7 @@ from injector import FAULTS, KINDS, Ended, Injector, number_of, outcome, run_in_
 import command_line
 
 PLACES = int(os.environ.get("VITADEL_FAULTS", "0"))
-_CODES = {"kill": -9, "terminate": -15, "interrupt": 130, "no space": 2, "write error": 2}
+_CODES = {"kill": -9, "terminate": 130, "interrupt": 130, "no space": 2, "write error": 2}
 
 
 def cases() -> list[tuple[str, str]]:

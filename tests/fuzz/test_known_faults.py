@@ -72,6 +72,11 @@ def test_a_factory_that_exits_is_an_error(vitadel_ends, tmp_path, body):
     sys.modules.pop("exiting_factory", None)
     message = vitadel_ends(AUDIT[0], "python:exiting_factory:build", *AUDIT[2:])
     assert "SystemExit" in message
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("extends: shapes/standard\nmodel: {name: python:exiting_factory:build}\n")
+    for words in (("harden", "shapes/standard", "model.name=python:exiting_factory:build"), ("harden", str(recipe))):
+        sys.modules.pop("exiting_factory", None)
+        assert "SystemExit" in vitadel_ends(*words, "--trust-code", "--device", "cpu", "--out", "trained", writes=True)
 
 
 @pytest.mark.filterwarnings("error")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from command_line import vitadel
 from vitadel.cli.ui import ui
 from vitadel.errors import UserError
 
@@ -73,3 +76,26 @@ def test_a_wrong_name_is_reported_before_anything_is_served(served: list[tuple[A
     assert isinstance(result.exception, UserError)
     assert "did you mean" in str(result.exception)
     assert served == []
+
+
+def test_sigterm_ends_the_page_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads are deleted when the server's context is left."""
+    left = []
+
+    @contextmanager
+    def serve(cache: Any, host: str, port: int) -> Iterator[str]:
+        try:
+            yield "http://here/"
+        finally:
+            left.append(host)
+
+    def wait() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not heard")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setitem(sys.modules, "vitadel.playground.app", SimpleNamespace(serve=serve))
+    monkeypatch.setattr("vitadel.cli.ui.threading", SimpleNamespace(Event=lambda: SimpleNamespace(wait=wait)))
+    vitadel("ui", "--device", "cpu")
+    assert left == ["127.0.0.1"]
+    assert signal.getsignal(signal.SIGTERM) == before

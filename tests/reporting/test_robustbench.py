@@ -45,6 +45,7 @@ def test_files_hold_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert issue.startswith("[New Model] Some2026Robust_ViT\n")
     assert "- **Robust accuracy**: 37.50\n" in issue
     assert "Differs from the protocol robustbench-cifar10: images: 40 instead of 10,000" in issue
+    assert "The leaderboard counts 10,000 images: this run cannot be listed\n" in issue
     assert "`vitadel audit published:cifar10/Some2026Robust_ViT --data cifar10@test`" in issue
 
 

@@ -152,7 +152,7 @@ def test_killed_and_resumed_gives_the_same_page(finished, tmp_path, monkeypatch)
     out = tmp_path / "out"
     for moment in ("trainings/*/metrics.jsonl", "evaluations/*"):
         child = subprocess.Popen([sys.executable, "-c", CHILD, str(folder), str(out), *PATHS])
-        until = time.monotonic() + 300
+        until = time.monotonic() + 900
         while not list(out.glob(moment)) and child.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
         child.send_signal(signal.SIGKILL)

@@ -48,7 +48,7 @@ def test_two_processes_agree():
         for rank in range(2)
     ]
     for process in both:
-        _, complaint = process.communicate(timeout=120)
+        _, complaint = process.communicate(timeout=600)
         assert process.returncode == 0, complaint
 
 

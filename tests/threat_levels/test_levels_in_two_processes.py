@@ -51,7 +51,7 @@ def run_with(tmp_path, tokens, processes):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return json.loads((out / "results.json").read_text())

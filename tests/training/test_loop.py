@@ -167,7 +167,7 @@ def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_pa
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums in the same order
     for wait_for, then in ((0, 0.0), (2, 0.15), (4, 0.4)):  # in the middle of a step, an epoch's end, an audit
         process = subprocess.Popen([*command, "--device", "cpu"], env=environment, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         checkpoint = tmp_path / "run" / "checkpoint.pt"
         while process.poll() is None and time.monotonic() < deadline:
             if checkpoint.exists() and torch.load(checkpoint, weights_only=True)["step"] > wait_for:

@@ -50,7 +50,7 @@ def trained_by_two(recipe, folder, *words, ends_well=True, **environment):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
     )
     assert (done.returncode == 0) == ends_well, done.stderr
     return folder / "run", done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from contextlib import suppress
 from dataclasses import asdict
@@ -55,8 +54,6 @@ def ui(
             f"warning: listening on {host} without a password: everybody who can reach this machine can use its models",
             err=True,
         )
-    # SIGTERM ends the page as Ctrl-C does, so that uploads are deleted.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with serve(cache, host, port) as address:
         typer.echo(f"playground: {address} (Ctrl-C ends it)")
         with suppress(KeyboardInterrupt):  # Ctrl-C is the normal end here

@@ -24,7 +24,7 @@ from vitadel.backbones.record import ModelRecord
 from vitadel.data import open_dataset
 from vitadel.errors import UserError, check_known
 from vitadel.evaluation.audit.audit import audit
-from vitadel.evaluation.model_info import BENCHMARKS, THREATS, model_info, model_info_path, update_model_info
+from vitadel.evaluation.model_info import IMAGES, THREATS, model_info, model_info_path, update_model_info
 from vitadel.quantities import quantity_text, read_quantity
 from vitadel.types import Source
 
@@ -86,14 +86,14 @@ def benchmark(
     _check_size(opened, dataset, images, given=preprocessing is not None)
     where: dict[str, Any] = {"device": str(device or "auto"), "batch_size": batch_size, "data_root": data_dir}
     if threat == "corruptions":
-        clean = audit(opened, images, attacks=(), **where)["clean"]["accuracy"]
+        clean = audit(model, images, attacks=(), **where)["clean"]["accuracy"]
         corrupted = _corrupted_images(dataset, n_examples, Path(corruptions_data_dir or data_dir))
-        robust = audit(opened, corrupted, attacks=(), **where)["clean"]["accuracy"]
+        robust = audit(model, corrupted, attacks=(), **where)["clean"]["accuracy"]
         entry: dict[str, Any] = {}
     else:
         resume = aa_state_path is not None and (Path(aa_state_path) / "command.json").exists()
         attack: dict[str, Any] = {"eps": cast(float, eps), "norm": threat.lower()}
-        found = audit(opened, images, attacks=["autoattack"], out=aa_state_path, resume=resume, **attack, **where)
+        found = audit(model, images, attacks=["autoattack"], out=aa_state_path, resume=resume, **attack, **where)
         entry = found["attacks"][0]
         clean, robust = found["clean"]["accuracy"], entry["robust_accuracy"]
     lines = [f"Clean accuracy: {clean:.2%}", f"Adversarial accuracy: {robust:.2%}"]
@@ -178,7 +178,7 @@ def _clean_images(
 
 def _spec(dataset: str, root: Path) -> str:
     if dataset != "imagenet":
-        return f"{dataset}@test" if dataset in BENCHMARKS else dataset
+        return f"{dataset}@test" if dataset in IMAGES else dataset
     if not (root / _IMAGE_LIST).is_file():
         raise UserError(
             f"RobustBench evaluates 5,000 images of ImageNet, and their list '{root / _IMAGE_LIST}' does not exist. "

@@ -10,10 +10,10 @@ from typing import Any
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import write_atomically
 
-__all__ = ["BENCHMARKS", "THREATS", "model_info", "model_info_path", "update_model_info"]
+__all__ = ["IMAGES", "THREATS", "model_info", "model_info_path", "update_model_info"]
 
-BENCHMARKS = ("cifar10", "cifar100", "imagenet")
-"""The data sets of RobustBench."""
+IMAGES = {"cifar10": 10_000, "cifar100": 10_000, "imagenet": 5_000}
+"""The data sets of RobustBench, and how many images its leaderboards count."""
 
 THREATS = {"linf": "Linf", "l2": "L2", "corruptions": "corruptions"}
 """Its names for threat models."""

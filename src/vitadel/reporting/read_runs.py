@@ -29,6 +29,7 @@ _SAMPLE_COLUMNS = {
 }
 _FINISHED = {
     **dict.fromkeys(("audit", "attack", "diagnose"), ("model", "data", "clean", "attacks", "worst_case", "findings")),
+    "harden": ("training",),
     "study": ("model", "data", "study"),
     "inspect": ("model", "data", "activations"),
     "corrupt": ("data", "copy"),
@@ -105,8 +106,7 @@ def read_run(path: Path) -> Run:
     environment = _read_json(path / "environment.json", required=False)
     _check(path / "environment.json", misfit("", environment, _ENVIRONMENT))
     results = _read_json(path / "results.json", required=False)
-    if results:
-        check_schema(results, path / "results.json")
+    check_schema(results, path / "results.json")
     _check(path / "results.json", next(filter(None, chain(_faults(results), _contradictions(results))), ""))
     samples = _read_samples(path / "samples.parquet")
     if results.get("complete"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitadel.errors import UserError
-from vitadel.evaluation.model_info import BENCHMARKS, THREATS, model_info, model_info_path, update_model_info
+from vitadel.evaluation.model_info import IMAGES, THREATS, model_info, model_info_path, update_model_info
 from vitadel.findings import title_of
 from vitadel.quantities import listed, share_text
 from vitadel.reporting.read_runs import Run, aspects, read_run
@@ -54,8 +54,8 @@ def _benchmark_of(run: Run) -> tuple[str, str]:
     norm = str(results.get("threat", {}).get("norm") or "")
     if not run.complete or results.get("suite") or not results.get("clean"):
         raise UserError(f"{run.path} is not a finished audit; RobustBench lists finished evaluations under AutoAttack")
-    if dataset not in BENCHMARKS:
-        raise UserError(f"{run.path} is about {known['data']}; RobustBench has leaderboards for {listed(BENCHMARKS)}")
+    if dataset not in IMAGES:
+        raise UserError(f"{run.path} is about {known['data']}; RobustBench has leaderboards for {listed(list(IMAGES))}")
     if norm not in ("linf", "l2"):
         raise UserError(f"{run.path} has the norm {norm!r}; RobustBench has leaderboards for linf and l2")
     _robust(run)
@@ -103,6 +103,8 @@ def _issue(run: Run, name: str, threat: str, info: dict[str, Any]) -> str:
     elif protocol.get("differences"):
         differing = "; ".join(f"{what}: {how}" for what, how in protocol["differences"].items())
         method += f". Differs from the protocol {protocol['nearest']}: {differing}"
+    if results["clean"]["n"] != IMAGES[info["dataset"]]:
+        method += f". The leaderboard counts {IMAGES[info['dataset']]:,} images: this run cannot be listed"
     raised = _raised(run)
     doubts = f"\n- **Findings of the diagnosis**: {listed(raised)}" if raised else ""
     words = typed_words(run.command)

@@ -116,7 +116,7 @@ class _Runner:
             self._train(job.training)
         for name, evaluation in job.evaluations.items():
             folder = self.folder / "evaluations" / job.evaluation_name(name)
-            if not RunFolder(folder).complete:
+            if not _is_finished(folder):
                 self._say(f"row {job.row.id}, seed {job.seed}: {name}")
                 options = self._options("evaluations", job.evaluation_name(name))
                 evaluate(self._subject(job), evaluation, self.processes, options)
@@ -136,7 +136,7 @@ class _Runner:
         for _, earlier in training.after:
             self._train(earlier)
         folder = self.folder / "trainings" / training.name
-        while not RunFolder(folder).complete:
+        while not _is_finished(folder):
             try:
                 title = title_of(training.recipe, training.row)
                 document = training.document(self.folder / "trainings")
@@ -153,6 +153,14 @@ class _Runner:
                 if "another process is working" not in str(error):
                     raise
                 time.sleep(_WAIT)  # another shard needs the same start and trains it
+
+
+def _is_finished(path: Path) -> bool:
+    """Whether the run there is finished; what it left if it was killed right after its results is removed."""
+    folder = RunFolder(path)
+    if folder.complete:
+        folder.finish()
+    return folder.complete
 
 
 def _cells(table: TableJobs, folder: Path, errors: dict[str, str]) -> dict[tuple[str, str], list[Cell]]:

@@ -133,12 +133,15 @@ class RunFolder:
 
 
 def check_schema(results: Mapping[str, Any], path: Path) -> None:
-    """Refuse results of a newer version, whose fields may mean something else, and such that no version wrote."""
-    schema = results.get("schema")
+    """Refuse results of a newer version, whose fields may mean something else, and such that no version wrote.
+
+    Trainings without test data had no schema at first.
+    """
+    schema = results.get("schema", SCHEMA)
     if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
-        given = "has no schema" if schema is None else f"has schema {schema!r}"
         raise UserError(
-            f"'{path}' {given}, so Vitadel did not write it as it is. Run the command again with a new --out."
+            f"'{path}' has schema {schema!r}, so Vitadel did not write it as it is. Run the command again with a new "
+            "--out."
         )
     if schema > SCHEMA:
         raise UserError(f"'{path}' has schema {schema}; this version reads schema {SCHEMA}. Update vitadel.")

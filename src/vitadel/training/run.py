@@ -26,7 +26,7 @@ from vitadel.data.batches import Preprocess, balanced_subset, check_same_classes
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
 from vitadel.evaluation.audit.clean_accuracy import findings_about_training
-from vitadel.evaluation.engine.run import Outcome, RunOptions, execute
+from vitadel.evaluation.engine.run import Outcome, RunOptions, execute, result_header
 from vitadel.evaluation.engine.run import Run as EngineRun
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
@@ -428,7 +428,7 @@ def _audit(
     if recipe.data.skip_bad:
         bad = [*setup.held_out.bad, *state.bad_images()]
         training |= {"left_out": len(bad), "left_out_names": bad[:20]}
-    results: dict[str, Any] = {"complete": True, "seed": recipe.train.seed}
+    results = result_header(recipe.train.seed)
     if setup.test is not None and recipe.data.test is not None:
         root = recipe.data.root if data_root is None else data_root
         model = recipe.adapter.deployed(run.path / "weights" / "best.safetensors", state.model)
