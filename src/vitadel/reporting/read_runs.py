@@ -29,7 +29,6 @@ _SAMPLE_COLUMNS = {
 }
 _FINISHED = {
     **dict.fromkeys(("audit", "attack", "diagnose"), ("model", "data", "clean", "attacks", "worst_case", "findings")),
-    "harden": ("training",),
     "study": ("model", "data", "study"),
     "inspect": ("model", "data", "activations"),
     "corrupt": ("data", "copy"),
