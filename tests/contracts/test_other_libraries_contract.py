@@ -59,6 +59,12 @@ def test_all_attacks_that_look_inside_are_met():
     assert len(INSIDE) == 10
 
 
+def test_no_images_have_no_logits(opened):
+    _, model, x, _ = opened
+    with torch.no_grad():
+        assert model(x[:0]).shape == (0, CLASSES)
+
+
 @pytest.mark.slow
 def test_attacks_obey_their_rules_and_leave_no_trace(opened):
     which, model, x, y = opened

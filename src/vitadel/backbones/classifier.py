@@ -69,6 +69,11 @@ class Classifier(nn.Module):
             self.attention_factors.copy_(values)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 4 and len(x) == 0:  # models of transformers cannot take an empty batch
+            return self._logits(x.new_zeros(1, *x.shape[1:]))[:0]
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
         if x.ndim == 4:
             check_image_size(self.backbone, (x.shape[2], x.shape[3]), self._record.name)
         z = (x - self.mean) / self.std if self._record.normalizes else x
