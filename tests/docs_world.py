@@ -49,7 +49,7 @@ NAMES = {
 IMAGES = 16
 """Images in the test split of CIFAR and ImageNet stand-ins, and in every protocol; a diagnosis needs as many."""
 
-FLAGS = {"limit": 4, "diagnose.limit": IMAGES, "surrogates": 1, "bank": 1, "port": 0, "severities": "1,5"}
+FLAGS = {"limit": 4, "diagnose.limit": IMAGES, "surrogates": 1, "bank": 1, "port": 0, "severities": "1,5", "within": 45}
 """Values of these flags for any verb; port 0 is any free port. Under a protocol all images are used."""
 KEPT_FLAGS = {"batch_size", "seed", "input_size", "num_classes", "difficulty", "patch_side"}
 """Integer flags that are not sizes. All others, given or default, are limited to MOST."""

@@ -70,6 +70,8 @@ def audit(
     attacks: AttackFlags = AttackFlags("autoattack-fast"),
     data: DataFlags = DataFlags("shapes"),
     how: ClassifierFlags = ClassifierFlags(),
+    within: Annotated[float | None, option("as many images as +- this many points of the worst case need")] = None,
+    compare_with: Annotated[str | None, option("as many images as a decided difference to this run needs")] = None,
     protocol: Annotated[str | None, option("a standard evaluation by name; see 'vitadel list protocols'")] = None,
     suite: Annotated[str | None, option("alias of the verbs corruptions, stability, threat-levels")] = None,
     gates: GateFlags = GateFlags(),
@@ -92,7 +94,15 @@ def audit(
     judge = gates.judge()
     if protocol is not None:
         attacks, data, how, independent = _apply_protocol(protocol, attacks, data, how, independent, given_flags(ctx))
-    own = {"independent": independent, "protocol": protocol, "calibration": calibration, "precision": precision}
+    own: dict[str, object] = {
+        "independent": independent,
+        "protocol": protocol,
+        "calibration": calibration,
+        "precision": precision,
+    }
+    own |= {"within": within, "compare_with": compare_with}
+    if (within is not None or compare_with is not None) and (shard is not None or "," in attacks.norm):
+        raise UserError("--within and --compare-with take one threat and all images: leave out --shard, name one norm")
     threats = [(attacks.norm, attacks.eps)]
     if "," in attacks.norm:
         from vitadel.evaluation.audit.union import split_threats

@@ -21,9 +21,9 @@ def merge(
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Make one run of the shards of an audit (audit --shard I/N): the same files as from one process.
+    """Make one run of the shards of an audit.
 
-    What depends on all images is computed now: sentinels and escalation of autoattack-fast, findings, examples.
+    The files are those of one process without --shard. What depends on all images is computed now: sentinels and escalation of autoattack-fast, findings, examples.
     """
     from vitadel.diagnosis.precheck import run_precheck
     from vitadel.evaluation.audit.audit_shards import merge_shards

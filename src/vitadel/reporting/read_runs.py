@@ -265,7 +265,7 @@ _SETTINGS = {"attacks?": "a list of texts"}
 _ENVIRONMENT = {"packages?": "an object"}
 _RESULTS = {
     **dict.fromkeys(("model?", "data?", "threat?"), "an object"),
-    **dict.fromkeys(("clean?", "worst_case?", "protocol?", "published?", "study?"), "an object or null"),
+    **dict.fromkeys(("clean?", "worst_case?", "protocol?", "published?", "study?", "sequential?"), "an object or null"),
     "assumptions?": "a list of texts or null",
     **dict.fromkeys(("attacks?", "findings?"), "a list or null"),
     **dict.fromkeys(("suite?", "precision?"), "text or null"),
@@ -297,6 +297,7 @@ _PARTS: Mapping[str, Fields] = {
         "remark": "text or null",
         **dict.fromkeys(("comparable_with?", "nearest_is?"), "text or null"),
     },
+    "sequential": {"sentence": "text"},
     "published": {"model": "text", "source": "text", "consistent": "anything", "sentences": "a list of texts"},
 }
 _FINDING = {"check": "text", "verdict": "text", "evidence": "anything", "advice": "text or null", "title?": "text"}

@@ -95,7 +95,9 @@ class AuditRequest(RunRequest):
     Each attack works on the samples that are still correct after the earlier ones, so the last number is the worst
     case; with `independent` every attack gets all correctly classified samples. `keep` says whether images that fool
     the model are saved in the run folder, as floats or also as 8-bit pictures. `protocol` is the name of an evaluation
-    protocol that the run must agree with. `calibration` is data for attacks that study the model first.
+    protocol that the run must agree with. `calibration` is data for attacks that study the model first. `within`
+    percentage points of the worst case either way, or a decided difference to the run `compare_with`, are reached with
+    as few images as possible.
     """
 
     attacks: tuple[str, ...] = DEFAULT_ATTACKS
@@ -107,6 +109,8 @@ class AuditRequest(RunRequest):
     compile: bool = False
     keep: str = "nothing"
     protocol: str | None = None
+    within: float | None = None
+    compare_with: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,6 +216,12 @@ def run_audit(
     **options: Unpack[RunOptions],
 ) -> Outcome:
     """Audit the target. `examine` gives findings about the model before anything is attacked."""
+    if request.within is not None or request.compare_with is not None:
+        from vitadel.evaluation.audit.looks import run_looks
+
+        return run_looks(
+            target, request, processes, check_request, _work_of_a_look, verb=verb, examine=examine, **options
+        )
     target = apply_class_subset(target)
     indices, mislabeled = target.selection(request.limit, request.seed, request.skip_bad)
     if not options.get("resume"):
@@ -220,9 +230,16 @@ def run_audit(
     settings = run_settings(target, request, indices)
 
     def work(run: Run) -> dict[str, Any]:
-        return AuditWork(run, target, request, settings, protocol).perform(indices, mislabeled, examine)
+        return AuditWork(run, target, request, settings, protocol).judged(indices, mislabeled, examine)[0]
 
     return execute(verb, target.model_spec, settings, processes, work, target=target, **options)
+
+
+def _work_of_a_look(
+    run: Run, target: Target, request: AuditRequest, settings: dict[str, Any], blocks: Blocks
+) -> AuditWork:
+    protocol = compare_with_protocols(request, target, blocks.index)
+    return AuditWork(run, target, request, settings, protocol, blocks)
 
 
 def check_request(target: Target, request: AuditRequest, indices: Tensor, device: torch.device) -> None:
@@ -261,20 +278,22 @@ def check_targets(name: str, labels: Tensor) -> None:
 
 @dataclass(frozen=True)
 class AuditWork:
-    """The stages of an audit, for all images or for those of a shard."""
+    """The stages of an audit, for all images, for those of a shard, or for those of a look, which come in `blocks`."""
 
     run: Run
     target: Target
     request: AuditRequest
     settings: dict[str, Any]
     protocol: dict[str, Any]
+    blocks: Blocks | None = None
 
-    def perform(
+    def judged(
         self,
         indices: Tensor,
         mislabeled: Sequence[BadSample],
         examine: Callable[[Target], list[dict[str, Any]]],
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], Verdicts]:
+        """The results, and the verdicts that they are made of."""
         run, request = self.run, self.request
         context, compilation = self.context(indices)
         findings = findings_about_mode(context.model) + (examine(self.target) if run.processes.is_main else [])
@@ -303,7 +322,7 @@ class AuditWork:
                     example_arrays(context, verdicts, *_strongest(attacks, verdicts, request.independent)),
                 )
             run.write("samples.parquet", samples_table(verdicts))
-        return results
+        return results, verdicts
 
     def context(self, indices: Tensor) -> tuple[RunContext, Compilation | None]:
         """What the stages share, and what came of compiling the model; `indices` are all images of the audit."""
@@ -313,7 +332,7 @@ class AuditWork:
 
             classes = tuple(self.target.source.classes)
             saver = ExampleSaver(run.path, self.target.model, request.keep == "png", classes).save
-        blocks = Blocks.of(indices, request.batch_size)
+        blocks = Blocks.of(indices, request.batch_size) if self.blocks is None else self.blocks
         own: dict[str, Any] = {"precision": request.precision, "save_examples": saver, "blocks": blocks}
         context = run.context(self.target, request, **own)
         return _compile(context) if request.compile else (context, None)

@@ -107,6 +107,7 @@ class Run:
     opening: Opening | None = None
     expected: Mapping[str, float] = field(default_factory=dict)
     costs: StageCosts | None = None
+    memory: MemoryCache = field(default_factory=MemoryCache)  # in place of the folder, where there is none
 
     @property
     def path(self) -> Path:
@@ -147,7 +148,7 @@ class Run:
             model=target.model.to(self.processes.device),
             source=target.source,
             preprocess=target.preprocess,
-            cache=MemoryCache() if self.folder is None else FolderCache(self.folder, self.folder.shards()),
+            cache=self.memory if self.folder is None else FolderCache(self.folder, self.folder.shards()),
             processes=self.processes,
             batch_size=request.batch_size,
             seed=request.seed,

@@ -148,23 +148,24 @@ _MOST_BLOCKS = 64
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive images of an audit that share batches: `starts` are the first indices, sorted."""
+    """Images of an audit that share batches: their indices, sorted, and the number of the block of each."""
 
-    starts: Tensor
+    index: Tensor
+    number: Tensor
     batches: int  # of a full block
 
     @classmethod
     def of(cls, indices: Tensor, batch_size: int) -> Blocks:
         """At most 64 blocks of equal size; more would leave smaller batches of images that are still correct."""
         batches = max(1, math.ceil(len(indices) / (batch_size * _MOST_BLOCKS)))
-        return cls(indices[:: batches * batch_size].contiguous(), batches)
+        return cls(indices, torch.arange(len(indices)) // (batches * batch_size), batches)
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return int(self.number.max()) + 1 if len(self.number) else 0
 
     def holding(self, indices: Tensor) -> Tensor:
         """The number of the block of each image."""
-        return torch.searchsorted(self.starts, indices, right=True) - 1
+        return self.number[torch.searchsorted(self.index, indices)]
 
 
 @dataclass(frozen=True)

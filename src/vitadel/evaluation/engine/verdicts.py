@@ -84,8 +84,7 @@ class Verdicts:
         before = self.correct if alone else self.robust
         seen = np.concatenate([record["index"] for record in members[0].records] or [np.empty(0, np.int64)])
         assert seen.tolist() == self.index[before].tolist(), "an attack must be run on every exposed sample"
-        held = torch.zeros_like(before)
-        held[torch.searchsorted(self.index, members[-1].held)] = True
+        held = torch.isin(self.index, members[-1].held)
         self.held[name] = held
         if own_rules:
             self.outside.add(name)

@@ -48,8 +48,14 @@ def audit_sentence(run: Run) -> str:
     share = "none of them is robust" if worst["held"] == 0 else f"{percent(worst['robust_accuracy'])} still are"
     return (
         f"{sentence}under {names} with {threat_text(run)}, seed {run.results.get('seed')}, "
-        f"{share} (95 % interval {interval_text(worst['ci95'])}).{_other_threats(run)}"
+        f"{share} (95 % interval {interval_text(worst['ci95'])}).{_looks(run)}{_other_threats(run)}"
     )
+
+
+def _looks(run: Run) -> str:
+    """How an audit ended that looks at a growing sample."""
+    found = run.results.get("sequential")
+    return f" {found['sentence']}" if found else ""
 
 
 def _other_threats(run: Run) -> str:
@@ -334,6 +340,8 @@ def show_audit(run: Run) -> None:
             notes.append(f"{entry['name']}, counted as in its paper: {accuracy}{clean}, {style['remark']}.")
     if results.get("compile"):
         notes.append(results["compile"])
+    if results.get("sequential"):
+        notes.append(results["sequential"]["sentence"])
     if (results.get("protocol") or {}).get("nearest"):  # else there is nothing that could be compared with
         notes.append(_comparability(results["protocol"]))
     for note in notes:
