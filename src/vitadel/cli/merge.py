@@ -23,7 +23,8 @@ def merge(
 ) -> None:
     """Make one run of the shards of an audit.
 
-    The files are those of one process without --shard. What depends on all images is computed now: sentinels and escalation of autoattack-fast, findings, examples.
+    The files are those of one process without --shard. What depends on all images is computed now: sentinels and
+    escalation of autoattack-fast, findings, examples.
     """
     from vitadel.diagnosis.precheck import run_precheck
     from vitadel.evaluation.audit.audit_shards import merge_shards

@@ -29,6 +29,7 @@ from vitadel.runtime.opening import recorded_opening, typed_words
 from vitadel.runtime.run_folder import Command, RunFolder, announce_run, open_run, read_command, write_json
 from vitadel.runtime.run_shards import Shard, number_list, shards_in
 from vitadel.runtime.safe_reading import parse_json_object, read_text_file
+from vitadel.runtime.trusted_code import check_code_trusted
 
 VERB = "audit"
 _SUMMARY = "shard.json"
@@ -125,7 +126,7 @@ def merge_shards(
     command = read_command(home)
     assert command is not None
     opened = reopen(home, {"device": device}, ())
-    request = _request_of(command["settings"])
+    request = _request_of(command["settings"], home)
     checks: dict[str, Any] = {}
     if "--no-precheck" not in typed_words(command):
         checks["examine"] = lambda target: examine(target, request)
@@ -135,7 +136,9 @@ def merge_shards(
     return run_audit(opened.open_target(), request, processes, verb=VERB, **checks, **options)
 
 
-def _request_of(settings: Mapping[str, Any]) -> AuditRequest:
+def _request_of(settings: Mapping[str, Any], home: Path) -> AuditRequest:
+    code = next((name for name in settings.get("attacks", ()) if "python:" in str(name)), None)
+    check_code_trusted(code, f"the run folder '{home}'")
     known = {each.name: settings[each.name] for each in fields(AuditRequest) if each.name in settings}
     eps = read_quantity(known["eps"], "eps")
     return AuditRequest(**{**known, "attacks": tuple(known["attacks"]), "eps": eps})
