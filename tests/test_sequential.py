@@ -101,9 +101,9 @@ def test_evidence_of_pairs_is_the_mean_ratio_of_likelihoods() -> None:
 
 
 def test_chance_seldom_reaches_decisive_evidence_however_often_one_looks() -> None:
-    tosses = np.random.default_rng(0).random((400, 300)) < 0.5
+    tosses = np.random.default_rng(0).random((2_000, 60)) < 0.5
     reached = 0
     for row in tosses:
         heads = row.cumsum()
         reached += any(paired_evidence(int(h), k + 1 - int(h)) >= 20 for k, h in enumerate(heads))
-    assert 0 < reached <= 0.05 * 400
+    assert 0 < reached <= 0.05 * 2_000

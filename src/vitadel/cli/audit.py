@@ -81,7 +81,7 @@ def audit(
     calibration: options.Calibration = None,
     precision: options.Precision = "fp32",
     launcher: options.Launcher = None,
-    shard: Annotated[str | None, rare("part I/N of the images, for a cluster; see 'vitadel merge'")] = None,
+    shard: Annotated[str | None, rare("part I/N of the images; see 'vitadel merge'")] = None,
 ) -> None:
     """Measure accuracy of MODEL, clean and under attack.
 

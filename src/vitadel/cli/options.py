@@ -37,9 +37,7 @@ Device = Annotated[str, option("auto, cpu, cuda, cuda:1")]
 Json = Annotated[bool, option("print the results as JSON on standard output", "--json")]
 Row = Annotated[str | None, option("row of the table, for a recipe that is a whole table")]
 Calibration = Annotated[str | None, rare("data that aas+ and patches-learned fit on")]
-Launcher = Annotated[
-    str | None, rare("submit jobs instead: slurm(shards=16,partition=gpu); see the page on clusters", "--launcher")
-]
+Launcher = Annotated[str | None, rare("submit jobs, e.g. slurm(shards=16)", "--launcher")]
 Precision = Annotated[str, rare("fp32, bf16 or fp16")]
 
 

@@ -25,27 +25,18 @@ class LevelFlags:
 
     levels: Annotated[str | None, option("only these, e.g. T2,T3,T6 (default: T0 to T8)")] = None
     eps: Annotated[str | None, option("budgets (default: 1/255,2/255,4/255,8/255)")] = None
-    steps: Annotated[int, option("steps of gradient attacks; T2+ also runs four times as many")] = 30
+    steps: Annotated[int, option("steps of attacks; T2+ also four times as many")] = 30
     queries: Annotated[int, option("score queries per image (T5)")] = 5000
-    white_box: Annotated[
-        str | None, option("attacks through the tokens, in addition to pgd (T6; default: apgd-ce,apgd-t)")
-    ] = None
-    public: Annotated[str, option("attacks on the backbone without tokens, in addition to pgd (T2)")] = ""
-    surrogates: Annotated[str, option("number of token sets that attackers train (T3, T4), or token files")] = "2"
-    bank: Annotated[str, option("number of token sets to train for the defender's bank (T8), or token files")] = "2"
-    guess: Annotated[
-        str | None,
-        option("numbers of tokens that attackers try (T3, T4, T7), e.g. 5,20 (default: the recipe's; T7: 10)"),
-    ] = None
-    recipe: Annotated[
-        str | None, option("how the tokens were trained, NAME or NAME:ROW (default: the run's recipe)")
-    ] = None
-    attacker_data: Annotated[
-        str | None, option("images that attackers train and fit on (default: those of the recipe)")
-    ] = None
-    head: Annotated[str | None, option("the victim's head: a run of 'vitadel probe', or its head file")] = None
-    features: Annotated[bool, option("judge features only (T0, T2, T6), of models without a head, too")] = False
-    attacker_head: Annotated[str | None, option("the attacker's own head (T2), given in the same way")] = None
+    white_box: Annotated[str | None, option("more attacks at T6 (default: apgd-ce,apgd-t)")] = None
+    public: Annotated[str, option("more attacks at T2, without the tokens")] = ""
+    surrogates: Annotated[str, option("token sets of attackers (T3, T4): a number, or files")] = "2"
+    bank: Annotated[str, option("token sets of the bank (T8): a number, or files")] = "2"
+    guess: Annotated[str | None, option("numbers of tokens that attackers try (T3, T4, T7): 5,20")] = None
+    recipe: Annotated[str | None, option("how tokens were trained, NAME[:ROW] (default: the run's)")] = None
+    attacker_data: Annotated[str | None, option("images of attackers (default: those of the recipe)")] = None
+    head: Annotated[str | None, option("the victim's head: a run of 'probe', or its file")] = None
+    features: Annotated[bool, option("features only (T0, T2, T6), also without a head")] = False
+    attacker_head: Annotated[str | None, option("the attacker's own head (T2)")] = None
     other: Annotated[str | None, option("another MODEL for the same classes (T1)")] = None
     other_weights: Annotated[str | None, option("weights of --other")] = None
 
