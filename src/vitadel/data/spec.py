@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -96,7 +96,11 @@ def open_dataset(
 
 
 def _open(request: DataRequest) -> Any:
-    """Import the module of the source and let it open the request."""
+    """Import the module of the source and let it open the request, after a copy of what is in object storage."""
+    if "://" in request.argument:
+        from vitadel.data.object_storage import local_copy
+
+        request = replace(request, argument=local_copy(request.argument, request.root))
     module, _, function = DATA_KINDS[request.kind].opener.partition(":")
     return getattr(import_module(f"vitadel.data.sources.{module}"), function)(request)
 
