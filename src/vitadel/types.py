@@ -109,7 +109,7 @@ class Aim(Protocol):
         ...
 
     def keep(self, chosen: Tensor) -> Aim:
-        """The same aim for the chosen samples only."""
+        """The same aim for the chosen samples only; `chosen` are rows or a mask."""
         ...
 
 

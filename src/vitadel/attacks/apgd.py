@@ -67,6 +67,11 @@ class _Active:
         return _Active(self.aim.keep(chosen), self.x[chosen], self.place[chosen])
 
 
+def _each(chosen: Tensor, like: Tensor) -> Tensor:
+    """A mask of samples, in a shape that broadcasts with their images."""
+    return chosen.view(-1, *[1] * (like.ndim - 1))
+
+
 class _StepSizes(Protocol):
     """Adaptive step sizes; the tensors hold one entry per active sample."""
 
@@ -151,18 +156,20 @@ class _SparseSteps:
     length: Tensor
     changed: Tensor
     count: Tensor
+    most: int  # at least the largest count; read from the device when counts change, not in every step
 
     keep = keep_samples
 
     @classmethod
     def start(cls, threat: L1, every: int, z: Tensor, x: Tensor) -> _SparseSteps:
         length = torch.full((len(z),), float(threat.eps), dtype=torch.float64, device=z.device)
-        return cls(threat, every, length, *_changed_and_to_move(z, x))
+        changed, count = _changed_and_to_move(z, x)
+        return cls(threat, every, length, changed, count, int(count.max()))
 
     def move(self, z: Tensor, grad: Tensor, x: Tensor, iteration: int) -> Tensor:
         slope, here = grad.flatten(1), z.flatten(1)
         stuck = ((here >= 1 - _WALL) & (slope > 0)) | ((here <= _WALL) & (slope < 0))
-        ranked = slope.abs().masked_fill(stuck, 0).topk(int(self.count.max()), dim=1).values
+        ranked = slope.abs().masked_fill(stuck, 0).topk(self.most, dim=1).values
         step = slope.sign() * (slope.abs() >= ranked.gather(1, self.count[:, None] - 1))
         # Pixels at the box's bounds are moved, too, or the projection would reduce them, but they do not count. (In the
         # paper they do: once a step moves only such pixels, the search makes no progress.)
@@ -176,7 +183,7 @@ class _SparseSteps:
         sparser = changed < 0.95 * self.changed
         shorter = (self.length / 1.5).clamp(min=self.threat.eps / 10)
         self.length = torch.where(sparser, torch.full_like(shorter, self.threat.eps), shorter)
-        self.changed, self.count = changed, count
+        self.changed, self.count, self.most = changed, count, int(count.max())
         return sparser
 
 
@@ -296,26 +303,28 @@ class APGD:
                 values, fooled = active.aim.evaluate(z, (phase.first + iteration) / self.steps)
                 if gains is not None:
                     gains.arrive(active.place, values.detach())
-                done = self._done(phase, fooled, z.detach(), active.x)
-                if bool(done.all()):
+                rest = self._unfinished(phase, fooled, z.detach(), active)
+                if len(rest) == 0:
                     best[active.place] = z.detach()
-                    return active.keep(~done)
+                    return active.keep(rest)
                 grad = gradient(values, z)
             z, value = z.detach(), values.detach().double()
-            if bool(done.any()):
-                best[active.place[done]] = z[done]
-                rest = ~done
+            if len(rest) < len(z):
+                kept = best[active.place[rest]]
+                best[active.place] = z
+                best[active.place[rest]] = kept
                 active, sizes = active.keep(rest), sizes.keep(rest)
                 z, value, grad = z[rest], value[rest], grad[rest]
                 best_value, best_grad = best_value[rest], best_grad[rest]
             better = value > best_value
-            best[active.place[better]] = z[better]
+            best_here = torch.where(_each(better, z), z, best[active.place])
+            best[active.place] = best_here
             if last:
                 break
-            best_grad[better] = grad[better]
+            best_grad = torch.where(_each(better, z), grad, best_grad)
             best_value = torch.where(better, value, best_value)
             reset = sizes.review(value, best_value, best, active, iteration)
-            z[reset], grad[reset] = best[active.place[reset]], best_grad[reset]
+            z, grad = (torch.where(_each(reset, z), *pair) for pair in ((best_here, z), (best_grad, grad)))
             moved = sizes.move(z, grad, active.x, iteration)
             if gains is not None:
                 gains.depart(active.place, torch.where(reset, best_value, value), grad, z, moved)
@@ -327,12 +336,13 @@ class APGD:
             return _SparseSteps.start(phase.threat, max(4 * self.steps // 100, 1), z, x)
         return _HalvedSteps.start(phase.threat, phase.steps, self.rho, self.momentum, z)
 
-    def _done(self, phase: _Phase, fooled: Tensor, z: Tensor, x: Tensor) -> Tensor:
+    def _unfinished(self, phase: _Phase, fooled: Tensor, z: Tensor, active: _Active) -> Tensor:
+        """The rows of the samples that go on. Their number is the one thing of a step that the CPU waits for."""
         if not self.stop_when_fooled:
-            return torch.zeros_like(fooled)
+            return torch.arange(len(z), device=z.device)
         if phase.threat.eps > self.threat.eps:
-            return fooled & (self.threat.size(z, x) <= self.threat.eps)
-        return fooled
+            fooled = fooled & (self.threat.size(z, active.x) <= self.threat.eps)
+        return (~fooled).nonzero()[:, 0]
 
     def passes(self, all_correct: bool = False) -> tuple[int, int]:
         phases = len(self._phases())

@@ -87,14 +87,14 @@ class PGD:
                 values, fooled = aim.evaluate(z, turn / self.steps)
                 if gains is not None:
                     gains.arrive(place, values.detach())
-                if self.stop_when_fooled and bool(fooled.all()):
-                    found[place] = z.detach()
-                    return found
+                rest = (~fooled).nonzero()[:, 0] if self.stop_when_fooled else place  # the one wait for the device
+                if len(rest) < len(place):
+                    found[place] = z.detach()  # those that are not fooled yet are written again
+                    if len(rest) == 0:
+                        return found
                 grad = gradient(values, z)
             z, value = z.detach(), values.detach()
-            if self.stop_when_fooled and bool(fooled.any()):
-                found[place[fooled]] = z[fooled]
-                rest = ~fooled
+            if len(rest) < len(place):
                 place, z, x, value, grad = place[rest], z[rest], x[rest], value[rest], grad[rest]
                 aim, step = aim.keep(rest), step.keep(rest)
             moved = self.threat.project(step.move(z, grad, turn), x)
