@@ -195,3 +195,15 @@ def test_a_parts_file_names_its_backbone_if_given(tmp_path):
     assert backbone_of_parts(tmp_path / "unnamed.safetensors") is None
     with zoo_file(ZOO) as path:
         assert backbone_of_parts(path) is None
+
+
+def test_a_run_with_a_head_for_other_classes_has_the_size_it_was_trained_with(tmp_path):
+    """As on a backbone of ImageNet-21k, whose own head of 21,843 classes was replaced before the training."""
+    trained = Tora(load_model(ZOO, num_classes=7, new_head=True), ToraSettings())
+    (tmp_path / "weights").mkdir()
+    save_tora(trained, tmp_path / "weights" / "best.safetensors")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": {"name": ZOO}, "adapter": {"use": "tora"}}))
+    opened, again = open_model(str(tmp_path)), open_model(str(tmp_path))
+    assert sum(each.numel() for each in opened.parameters()) == sum(each.numel() for each in trained.parameters())
+    assert opened.record.num_classes == 7
+    assert all(torch.equal(one, other) for one, other in zip(opened.parameters(), again.parameters(), strict=True))

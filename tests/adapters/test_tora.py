@@ -388,7 +388,7 @@ def test_other_user_errors() -> None:
         ({"softmax": "adaptr"}, "did you mean adapter"),
         ({"joint": "votes"}, "unknown joint 'votes'"),
         ({"heads": 0}, "heads of TORA must be at least 1, got 0"),
-        ({"reduction": 0}, "reduction of TORA must be at least 1, got 0"),
+        ({"reduction": 0}, "reduction of TORA must be above 0, got 0"),
         ({"kind": "single", "softmax": "token"}, "kind 'single' has no gated fusion"),
         ({"kind": "adapterfusion", "heads": 2}, "kind 'adapterfusion' has no gated fusion"),
         ({"kind": "head", "slot": "separate"}, "kind 'head' has one class token"),

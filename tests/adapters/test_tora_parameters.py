@@ -28,6 +28,7 @@ def on_vit_b(**settings: Any) -> Tora:
     [
         ({"kind": "head"}, 88_105_656, 2 * HEAD),
         ({"kind": "single"}, 88_250_384, 12 * 76_080 + 768 + HEAD),
+        ({"kind": "single", "reduction": 0.6}, 87_336_656 + 768 + 12 * 1_969_664, 12 * 1_969_664 + 768 + HEAD),
         ({"kind": "adapterfusion"}, 111_185_208, 1_825_920 + 21_261_312 - 12 * 768 + 1_536 + 2 * HEAD),
         ({}, 111_194_424, 24_626_768),
         ({"slot": "separate"}, 111_194_424, 24_626_768),
@@ -39,6 +40,14 @@ def test_parameters_on_vit_b(settings: dict[str, Any], total: int, trained: int)
     assert all(each.is_meta for each in tora.parameters())
     assert sum(each.numel() for each in tora.parameters()) == total  # the paper counts the unused head, too
     assert sum(each.numel() for each in tora.parameters() if each.requires_grad) == trained
+
+
+def test_the_wide_adapter_has_as_many_trained_parameters_as_tora() -> None:
+    wide, tora = (
+        sum(each.numel() for each in on_vit_b(**settings).parameters() if each.requires_grad)
+        for settings in ({"kind": "single", "reduction": 0.6}, {})
+    )
+    assert wide == pytest.approx(tora, rel=0.01)
 
 
 def test_adapters_are_a_sixteenth_as_wide() -> None:

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from small_recipes import document
-from toras import tora_of
+from toras import classifier_of, tora_of
 from toys import images
 from vitadel.adapters.adapted_model import open_model
-from vitadel.adapters.tora.tora_files import load_tora
+from vitadel.adapters.tora.tora_files import load_tora, save_tora
 from vitadel.adapters.tora.tora_vit import BranchClassifier, part_of, trainable_parameters
 from vitadel.attacks import make
 from vitadel.backbones.load import load_model
@@ -110,9 +110,29 @@ def test_without_tora_it_is_reported():
         TwoBranches(make("pgd-1"))(model, x, z, y)
 
 
+@pytest.mark.parametrize("joint", ["logits", "probabilities"])
+def test_both_losses_may_look_at_the_joint_prediction(joint):
+    tora, (x, z, y) = tora_of(lively=True, precise=True, joint=joint), batch()
+    tora.loss_at = "joint"
+    acc, rob = F.cross_entropy(tora(x), y), F.cross_entropy(tora(z), y)
+    losses = TwoBranches(make("pgd-1"))(tora, x, z, y)
+    assert float(losses["loss"].detach()) == pytest.approx(float((acc + rob).detach()), abs=1e-9)
+    found = grads(tora, losses)
+    # Each loss reaches both branches through the joint prediction, and still trains only its own.
+    for branch, loss in (("acc", acc), ("rob", rob)):
+        for name, each in ((name, each) for name, each in tora.named_parameters() if part_of(name) == branch):
+            (wanted,) = torch.autograd.grad(loss, [each], retain_graph=True)
+            torch.testing.assert_close(found[name], wanted, msg=name)
+    tora.trade_off = 0.3
+    second = TwoBranches(make("pgd-1"))(tora, x, z, y)["loss"]
+    assert float(second.detach()) == pytest.approx(float((0.3 * rob + 0.7 * acc).detach()), abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("settings", "reported"),
     [
+        ({"loss_at": "jiont"}, "unknown loss_at 'jiont' of TORA; did you mean joint"),
+        ({"kind": "single", "trade_off": 0.5, "loss_at": "joint"}, "has one head, so loss_at 'joint' has no effect"),
         ({"trade_off": 0.5}, "TORA has two phases"),
         ({"start": "somewhere"}, "TORA has two phases"),
         ({"kind": "single"}, "no fusion and so one phase"),
@@ -172,6 +192,26 @@ def test_phase_two_changes_the_fusion_only_and_is_opened_again(pretrained, first
     assert size[out] < size[folder] < pretrained.stat().st_size * 2
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"kind": "adapterfusion"}, "adapter.kind is adapterfusion, phase 1 has tora.* set adapter.kind=tora, or"),
+        ({"slot": "separate"}, "adapter.slot is separate, phase 1 has shared"),
+        ({"softmax": "token"}, "adapter.softmax is token, phase 1 has adapter"),
+        ({"heads": 2}, "adapter.heads is 2, phase 1 has 1"),
+        ({"reduction": 4}, "adapter.reduction is 4, phase 1 has 8"),
+        ({"joint": "probabilities"}, "adapter.joint is probabilities, phase 1 has logits"),
+    ],
+)
+def test_settings_of_phase_two_that_contradict_its_start_are_refused(changed, said, tmp_path):
+    torch.manual_seed(0)
+    save_tora(tora_of(), tmp_path / "parts.safetensors")
+    parts = ToraParts(**{"reduction": 8, "start": str(tmp_path / "parts.safetensors"), "trade_off": 0.5, **changed})
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match=said):
+        parts.attach(classifier_of())
+
+
 def test_broken_off_and_resumed_it_ends_with_the_same_bits(pretrained, first_phase, tmp_path, monkeypatch):
     from vitadel.training import loop
 
@@ -199,6 +239,7 @@ def test_attacks_in_training_see_the_robust_branch():
     shown = ToraParts().shown(tora)
     assert isinstance(shown, BranchClassifier)
     torch.testing.assert_close(shown(x), tora.branches(x)[1])
+    torch.testing.assert_close(ToraParts(loss_at="joint").shown(tora)(x), tora(x))
 
 
 def _model_options(built):

@@ -12,7 +12,7 @@ import yaml
 
 from vitadel.adapters.tokens.token_classifier import TokenBank, TokenClassifier
 from vitadel.adapters.tokens.token_files import load_bank, load_tokens
-from vitadel.adapters.tora.tora_files import backbone_of_parts, load_tora, parts_file
+from vitadel.adapters.tora.tora_files import backbone_of_parts, classes_of_parts, load_tora, parts_file
 from vitadel.adapters.tora.tora_vit import Tora
 from vitadel.backbones.checkpoints import read_record, zoo_file, zoo_names
 from vitadel.backbones.classifier import Classifier
@@ -61,7 +61,12 @@ def open_model(
     if run.use == "tokens":
         return load_tokens(file, classifier, allow_readable=allow_readable).eval()
     start = run.adapter.get("start")
-    return load_tora(file, classifier) if start is None else load_tora(parts_file(start), classifier, file)
+    parts = file if start is None else parts_file(start)
+    classes = classes_of_parts(parts)
+    if classes is not None and classifier.record.num_classes not in (None, classes):
+        # As in the training: an unused head for its classes. That of ImageNet-21k alone has 16 M more parameters.
+        classifier = _load(run.model["name"], {**known, **given, "num_classes": classes, "new_head": True})
+    return load_tora(parts, classifier, None if start is None else file)
 
 
 def _with_tokens(classifier: Classifier, tokens: str | Path, allow_readable: bool) -> TokenClassifier | TokenBank:

@@ -28,6 +28,7 @@ from vitadel.runtime.safe_reading import parse_json_object
 __all__ = [
     "Fusion",
     "backbone_of_parts",
+    "classes_of_parts",
     "fusion_of",
     "interpolate_fusions",
     "load_tora",
@@ -97,10 +98,20 @@ def parts_file(start: str | Path) -> Path:
 
 def backbone_of_parts(path: str | Path) -> str | None:
     """The MODEL that a parts file of TORA names, which `save_tora` got as `training["model"]`; otherwise None."""
-    text = read_metadata(path).get(_METADATA_KEY)
-    training = {} if text is None else parse_json_object(text, f"'{path}'").get("training")
+    training = _description(path).get("training")
     model = training.get("model") if isinstance(training, dict) else None
     return None if model is None else str(model)
+
+
+def classes_of_parts(path: str | Path) -> int | None:
+    """The number of classes that the parts in a file were trained for; None for other files."""
+    classes = _description(path).get("num_classes")
+    return classes if isinstance(classes, int) else None
+
+
+def _description(path: str | Path) -> dict[str, Any]:
+    text = read_metadata(path).get(_METADATA_KEY)
+    return {} if text is None else parse_json_object(text, f"'{path}'")
 
 
 def read_fusion(path: str | Path) -> Fusion:

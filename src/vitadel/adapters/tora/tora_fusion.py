@@ -67,11 +67,11 @@ class Gates:
 class Bottleneck(nn.Module):
     """The change an adapter makes (after Pfeiffer et al. 2021): up(GELU(down(LN(u)))), initially 0 as `up` is."""
 
-    def __init__(self, width: int, reduction: int, like: Tensor) -> None:
+    def __init__(self, width: int, hidden: int, like: Tensor) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width, device=like.device, dtype=like.dtype)
-        self.down = blank_linear(width, width // reduction, like)
-        self.up = blank_linear(width // reduction, width, like)
+        self.down = blank_linear(width, hidden, like)
+        self.up = blank_linear(hidden, width, like)
 
     def start(self, seed: int, *place: int) -> None:
         start_linear(self.down, _SCALE, seed, "down", *place)

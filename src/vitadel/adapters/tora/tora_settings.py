@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,27 +25,37 @@ JOINTS = ("logits", "probabilities")
 
 BRANCHES = ("acc", "rob")
 
+LOSSES_AT = ("own", "joint")
+"""Where the losses of a training look: each at the head of its own branch, or both at the joint prediction."""
+
 
 @dataclass(frozen=True)
 class ToraSettings:
     """What is added to the backbone; see `KINDS`, `SLOTS`, `SOFTMAXES` and `JOINTS`.
 
-    Adapters are `reduction` times narrower than the backbone; `heads` split the fusion's scores.
+    Adapters are `reduction` times narrower than the backbone, or wider if it is below 1; `heads` split the fusion's
+    scores.
     """
 
     kind: str = "tora"
     slot: str = "shared"
     softmax: str = "adapter"
     heads: int = 1
-    reduction: int = 16
+    reduction: float = 16
     joint: str = "logits"
 
     def __post_init__(self) -> None:
         for name, known in (("kind", KINDS), ("slot", SLOTS), ("softmax", SOFTMAXES), ("joint", JOINTS)):
             check_known(name, getattr(self, name), known, " of TORA")
-        for name in ("heads", "reduction"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} of TORA must be at least 1, got {getattr(self, name)}.")
+        if self.heads < 1:
+            raise UserError(f"heads of TORA must be at least 1, got {self.heads}.")
+        if not 0 < self.reduction < math.inf:
+            raise UserError(
+                f"reduction of TORA must be above 0, got {self.reduction}: 16 gives adapters a sixteenth as wide as "
+                "the backbone, 0.5 twice as wide ones."
+            )
+        if self.reduction == int(self.reduction):  # 16 and 16.0 are the same setting, in files, too
+            object.__setattr__(self, "reduction", int(self.reduction))
         if self.kind != "tora" and (self.softmax, self.heads) != ("adapter", 1):
             raise UserError(
                 f"kind '{self.kind}' has no gated fusion, so softmax '{self.softmax}' and heads {self.heads} have no "

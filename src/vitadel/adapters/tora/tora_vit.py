@@ -47,7 +47,9 @@ class Branch(nn.Module):
         super().__init__()
         like, width = backbone.cls_token, backbone.embed_dim
         depth = len(backbone.blocks) if settings.adapts else 0
-        self.adapters = nn.ModuleList(Bottleneck(width, settings.reduction, like) for _ in range(depth))
+        self.adapters = nn.ModuleList(
+            Bottleneck(width, round(width / settings.reduction), like) for _ in range(depth)
+        )
         for layer, adapter in enumerate(self.adapters):
             cast(Bottleneck, adapter).start(seed, _place(name), layer)
         self.token = nn.Parameter(_class_token(backbone)) if settings.adapts else None
@@ -70,7 +72,7 @@ class Tora(nn.Module):
 
     The given classifier itself is used: its parameters are frozen and it stays in eval mode. Untrained, the outputs are
     those of the classifier if the number of classes is the same; otherwise the heads are initialized from `seed`.
-    `trade_off` is the lambda that the fusion was trained for, or None.
+    `trade_off` is the lambda that the fusion was trained for, or None; `loss_at` is for its training.
     """
 
     acc: Branch
@@ -93,6 +95,7 @@ class Tora(nn.Module):
         _check_width(backbone.embed_dim, settings)
         self.settings = settings
         self.trade_off = None if trade_off is None else check_trade_off(trade_off)
+        self.loss_at = "own"
         self.num_classes = _class_count(classifier, num_classes)
         self.classifier = classifier.requires_grad_(False).eval()
         for name in settings.branches:
@@ -330,7 +333,8 @@ def _class_count(classifier: Classifier, given: int | None) -> int:
 
 def _check_width(width: int, settings: ToraSettings) -> None:
     for name, number in (("reduction", settings.reduction), ("heads", settings.heads)):
-        if settings.adapts and width % number:
+        parts = width / number
+        if settings.adapts and (round(parts) < 1 or abs(parts - round(parts)) > 1e-6):
             fitting = ", ".join(str(each) for each in range(1, width + 1) if width % each == 0)
             raise UserError(
                 f"{name} {number} of TORA does not divide the backbone's width, {width}. Divisors: {fitting}."

@@ -26,8 +26,9 @@ from vitadel.types import Attack
 class TwoBranches:
     """L_ACC = CE(f_ACC(x), y) and L_ROB = CE(f_ROB(z), y); with `beta`, L_ROB is that of TRADES on the robust branch.
 
-    Attacks see the robust branch alone. For the AdapterFusion baseline its penalty on value matrices, their distance
-    from the identity, is added.
+    Attacks see the robust branch alone. With `adapter.loss_at: joint` attacks and both losses see the joint prediction
+    instead; what each loss trains stays the same. For the AdapterFusion baseline its penalty on value matrices, their
+    distance from the identity, is added.
     """
 
     adapter: ClassVar[str] = "tora"
@@ -97,7 +98,10 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter], keep: bool 
 
 
 def _branches(model: nn.Module, tora: Tora, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of both heads, from one forward pass through the model and what is wrapped around it."""
+    """What both losses look at, from one forward pass through the model and what is wrapped around it."""
+    if tora.loss_at == "joint":
+        joint = model(x)
+        return joint, joint
     heads = [getattr(tora, name).head for name in tora.settings.branches]
     seen: list[Tensor] = []
     with hooked(model, [Edge("head", head, seen.append) for head in heads]):
