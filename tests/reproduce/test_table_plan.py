@@ -10,11 +10,7 @@ from vitadel.reproduce.table_plan import plan_table, plan_text, summaries
 
 TABLES = [f"{paper}/{item.id}" for paper in PAPERS for item in read_paper(paper).items]
 # What cannot be run yet, exactly: (table, row or column). Rows of others' models need their weights.
-NEEDS = {
-    "light-recipe/table6": {"resnext-152"},
-    "tora/table2": {"a", "r", "c"},
-    "tora/table3": {"hours"},
-}
+NEEDS = {"light-recipe/table6": {"resnext-152"}}
 OTHERS = {
     "tora/table1": 16,
     "afat/table1": 10,

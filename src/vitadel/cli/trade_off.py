@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vitadel.cli.execution import present, run_options
-from vitadel.cli.options import DataFlags, RunFlags, expand_groups, option
+from vitadel.cli.options import DataFlags, RunFlags, expand_groups, option, rare
 
 
 @expand_groups
@@ -26,6 +26,7 @@ def trade_off(
     ] = "pgd-50(restarts=5)",
     knob: Annotated[int, option("extra fusions between the smallest and the largest lambda")] = 0,
     maps: Annotated[int, option("draw and check the adapters' maps on this many images")] = 0,
+    crop_pct: Annotated[str | None, rare("share of the image that is kept, e.g. 0.875 as in RVT")] = None,
     run: RunFlags = RunFlags(),
 ) -> None:
     """Compare accuracy and robustness of several runs.
@@ -33,10 +34,13 @@ def trade_off(
     All models see the same images; every head and the joint output is measured.
     """
     from vitadel.evaluation.trade_off.candidates import open_candidates
-    from vitadel.evaluation.trade_off.run import TradeOffRequest, run_trade_off
+    from vitadel.evaluation.trade_off.run import TradeOffRequest, crop_option, run_trade_off
     from vitadel.runtime.distributed import join_processes
 
     request = TradeOffRequest.read(eps, attacks, aimed, maps=maps, **data.for_request())
     processes = join_processes(run.device)
-    candidates = open_candidates(runs, data.data, data_root=data.data_root, skip_bad=data.skip_bad, knob=knob)
-    present(run_trade_off(candidates, request, processes, **run_options(run, **asdict(data))), run)
+    opened = crop_option(crop_pct)
+    candidates = open_candidates(
+        runs, data.data, data_root=data.data_root, skip_bad=data.skip_bad, knob=knob, model_options=opened
+    )
+    present(run_trade_off(candidates, request, processes, **run_options(run, **asdict(data), crop_pct=crop_pct)), run)

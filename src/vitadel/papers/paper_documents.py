@@ -32,7 +32,8 @@ class Evaluation(_Part):
 
     `settings` are fields of its request, fractions as text. `data` is a data spec; by default the test data of the
     training, or of the table for a model that is not trained here. A study has its `name`, a probe its `recipe`; `head`
-    is the evaluation, a probe, whose head the model gets.
+    is the evaluation, a probe, whose head the model gets. `options` say how the model is opened, such as the crop of a
+    protocol; `branch` is the head of a TORA that is evaluated: acc, rob, or joint for both.
     """
 
     run: Verb | Literal["activations"]
@@ -40,6 +41,8 @@ class Evaluation(_Part):
     recipe: str | None = None
     head: str | None = None
     data: str | None = None
+    options: Mapping[str, Any] = {}
+    branch: str | None = None
     settings: Mapping[str, Any] = {}
 
 
@@ -103,7 +106,8 @@ class Ordering(_Part):
 class Small(_Part):
     """The same table in small: rows of the sweep of `recipe`, which have the ids of the table's rows.
 
-    `rows` maps ids to recipe rows where they differ. `set_given` changes the recipe for data that the user gives.
+    `rows` maps ids to recipe rows where they differ. `columns` are those that can be had in small; all by default.
+    `set_given` changes the recipe for data that the user gives.
     """
 
     about: str

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vitadel.adapters.adapted_model import options_for_features
+from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError, check_known
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.engine.run import RunOptions, request_from
@@ -37,12 +38,22 @@ class Subject:
         data = evaluation.data or self.data
         if data is None:
             raise UserError("neither the evaluation nor the training names test data")
-        options = dict(self.options)
+        options = {**self.options, **evaluation.options}
         if for_features:
             options = options_for_features(self.model, options)
-        return open_target(
+        target = open_target(
             self.model, data, data_root=self.data_root, model_options=options or None, for_features=for_features
         )
+        return target if evaluation.branch is None else _at_branch(target, evaluation.branch)
+
+
+def _at_branch(target: Target, branch: str) -> Target:
+    """The model as seen at one of its heads."""
+    from vitadel.evaluation.trade_off.candidates import JOINT, Candidate
+
+    candidate = Candidate(target.model_spec, target)
+    check_known("head", branch, (*candidate.branches, JOINT), f" of {target.model_spec}")
+    return replace(target, model=cast(Classifier, candidate.output(branch)))
 
 
 def evaluate(subject: Subject, evaluation: Evaluation, processes: Processes, options: RunOptions) -> None:
@@ -113,7 +124,9 @@ def _trade_off(subject: Subject, evaluation: Evaluation, processes: Processes, o
     if data is None:
         raise UserError("neither the evaluation nor the training names test data")
     request = request_from(TradeOffRequest, "trade-off", read_settings(evaluation.settings))
-    run_trade_off(open_candidates([subject.model], data, data_root=subject.data_root), request, processes, **options)
+    opened = {**subject.options, **evaluation.options}
+    candidates = open_candidates([subject.model], data, data_root=subject.data_root, model_options=opened)
+    run_trade_off(candidates, request, processes, **options)
 
 
 def _threat_levels(subject: Subject, evaluation: Evaluation, processes: Processes, options: RunOptions) -> None:

@@ -108,7 +108,7 @@ class Job:
 
     def evaluation_name(self, name: str) -> str:
         """The folder of an evaluation: rows that share a model and an evaluation share the folder."""
-        evaluation = self.evaluations[name].model_dump()
+        evaluation = self.evaluations[name].model_dump(exclude_defaults=True)
         return f"{self.model_name}-{name}{_digest({**evaluation, 'test': self.test_data})}"
 
 
@@ -171,11 +171,12 @@ def table_jobs(request: TableRequest) -> TableJobs:
     for name in (*(request.rows or ()), *request.have):
         if name not in ids:
             raise unknown_name("row", name, ids, f" of {request.table}")
-    column_ids = [column.id for column in item.columns]
+    kept = None if small is None else small.columns
+    column_ids = [column.id for column in item.columns if kept is None or column.id in kept]
     for name in request.columns or ():
-        check_known("column", name, column_ids, f" of {request.table}")
+        check_known("column", name, column_ids, f" of {request.table}{' in small' if kept else ''}")
     rows = tuple(row for row in item.rows if row.id in (request.rows or ids))
-    columns = tuple(column for column in item.columns if request.columns is None or column.id in request.columns)
+    columns = tuple(column for column in item.columns if column.id in (request.columns or column_ids))
     lacking = {column.id: column.needs for column in columns if column.needs is not None}
     lacking |= {row.id: row.needs for row in rows if row.needs is not None and row.id not in request.have}
     jobs = tuple(

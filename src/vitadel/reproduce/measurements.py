@@ -154,7 +154,10 @@ def _from_model(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
 
 
 def _from_training(folder: Path, value: str) -> Cell:
-    """'FIELD:last20', a mean over the last steps; 'FIELD:sd100', their deviation; 'FIELD:first'."""
+    """'hours'; of logged steps 'FIELD:last20', a mean over the last; 'FIELD:sd100', their deviation; 'FIELD:first'."""
+    if value == "hours":
+        file = folder / "time.json"  # not there if an earlier version trained it
+        return Cell(json.loads(file.read_text("utf-8"))["device_hours"] if file.exists() else None)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
     name, _, which = value.partition(":")
     steps = [row for row in rows if "epoch" not in row]

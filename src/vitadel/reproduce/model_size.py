@@ -1,4 +1,4 @@
-"""The size of a model as tables print it: parameters, and multiply-adds of one image."""
+"""The size of a model as tables print it: parameters, those that were trained, and multiply-adds of one image."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ def run_model_size(
         opened = open_model(model, dict(options) or None)
         height, width = opened.record.input_size or (_SIDE, _SIDE)
         macs = count_macs(opened, (height, width))
+        # What adapters are added to is frozen as soon as the model is opened.
+        trained = sum(each.numel() for each in opened.parameters() if each.requires_grad)
         return {
             **result_header(0),
             "size": {
                 "parameters": sum(each.numel() for each in opened.parameters()) / 1e6,
+                "trained": trained / 1e6,
                 "gmacs": None if macs is None else macs / 1e9,
                 "image": [height, width],
             },

@@ -188,7 +188,13 @@ def _cell(job: Job, column: Column, folder: Path) -> Cell:
         if job.training is None:  # a model of others: nothing is known of its training
             return Cell(None)
         place = Path(job.have) if job.have is not None else folder / "trainings" / job.training.name
-    return read_cell(evaluation.run, place, job.values[column.id])
+    cell = read_cell(evaluation.run, place, job.values[column.id])
+    if job.values[column.id] == "hours" and job.training is not None and job.training.after:
+        starts = [read_cell("training", folder / "trainings" / each.name, "hours") for _, each in job.training.after]
+        hours = [each.value for each in (cell, *starts)]
+        # A given run does not say what its start took.
+        return Cell(None if job.have is not None or None in hours else sum(each or 0.0 for each in hours))
+    return cell
 
 
 def _sizes(table: TableJobs, folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.engine.target import CalibrationImages
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.runtime.run_folder import write_atomically
+from vitadel.runtime.run_folder import write_atomically, write_json
 from vitadel.runtime.secrets import read_secret, write_secret
 from vitadel.training.data_stream import DataStream, MicroBatch
 from vitadel.training.held_out import HeldOut, Score
@@ -30,6 +31,9 @@ from vitadel.training.recipes.build import Recipe
 from vitadel.training.recipes.compose import IDLE, deciding
 from vitadel.training.recipes.yaml_files import translate_settings
 from vitadel.types import Source, Threat
+
+TIME = "time.json"
+"""How many hours a training took up to its last checkpoint, validations included, summed over its devices."""
 
 _BAD_IMAGES = "partial/unreadable"
 _NAMED = 1000  # images whose names a resumed run must find again
@@ -56,6 +60,8 @@ class TrainingState:
     stopped: str = ""
     back_to: int | None = None  # the epoch whose weights the model has again
     logged: dict[str, float] = field(default_factory=dict)
+    hours: float = 0.0  # that its checkpoint took; what was done again after a kill counts once
+    started: float = field(default_factory=time.monotonic)
 
     @cached_property
     def images(self) -> str:
@@ -157,8 +163,12 @@ def save_checkpoint(state: TrainingState, optimizer: Any, accelerator: Accelerat
     state.metrics.save(state.step)
     if state.processes.is_main:
         best = state.best
+        now = time.monotonic()
+        state.hours += state.processes.count * (now - state.started) / 3600
+        state.started = now
         checkpoint = {
             "step": state.step,
+            "hours": state.hours,
             "recipe": deciding(state.recipe.document),
             "images": state.images,
             "model": state.recipe.adapter.state(state.model),
@@ -171,6 +181,7 @@ def save_checkpoint(state: TrainingState, optimizer: Any, accelerator: Accelerat
             "stopped": state.stopped,
         }
         write_checkpoint(state.folder, checkpoint, secret=state.recipe.adapter.secret)
+        write_json(state.folder / TIME, {"device_hours": state.hours, "processes": state.processes.count})
     state.processes.wait()
 
 
@@ -183,7 +194,7 @@ def restore(state: TrainingState, optimizer: Any, accelerator: Accelerator, chec
     for name, plugin in state.recipe.plugins:
         if isinstance(plugin, Stateful):
             plugin.load(checkpoint["plugins"][name])
-    state.step = checkpoint["step"]
+    state.step, state.hours = checkpoint["step"], checkpoint.get("hours", 0.0)
     state.best = None if checkpoint["best"] is None else Score(*checkpoint["best"])
     state.best_epoch, state.stopped = checkpoint["best_epoch"], checkpoint["stopped"]
     state.report(f"resuming after step {state.step}")

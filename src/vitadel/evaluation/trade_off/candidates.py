@@ -71,14 +71,18 @@ def open_candidates(
     data_root: str | Path | None = None,
     skip_bad: bool = False,
     knob: int = 0,
+    model_options: Mapping[str, Any] | None = None,
 ) -> list[Candidate]:
-    """Each by the name of its folder, all with the same data; then `knob` fusions between those of one training."""
+    """Each by the name of its folder, all with the same data; then `knob` fusions between those of one training.
+
+    `model_options` are for all of them, such as the `crop_pct` of a protocol.
+    """
     if not specs:
         raise UserError("a trade-off needs at least one model: give run folders of `vitadel harden tora/...`")
-    first = open_target(specs[0], data, data_root=data_root, skip_bad=skip_bad)
+    first = open_target(specs[0], data, data_root=data_root, skip_bad=skip_bad, model_options=model_options)
     targets = [first]
     for spec in specs[1:]:
-        targets.append(replace(first, model=cast(Classifier, open_model(spec)), model_spec=spec))
+        targets.append(replace(first, model=cast(Classifier, open_model(spec, model_options)), model_spec=spec))
     found = [Candidate(name, target) for name, target in zip(_names(specs), targets, strict=True)]
     for each in found[1:]:
         check_alike(found[0], each)

@@ -109,6 +109,7 @@ def trade_off(
     attacks: str | Sequence[str] = TradeOffRequest.attacks,
     aimed: str | Sequence[str] | None = TradeOffRequest.aimed,
     knob: int = 0,
+    crop_pct: float | str | None = None,
     device: str = "auto",
     data_root: str | Path | None = None,
     out: str | Path | None = None,
@@ -117,13 +118,26 @@ def trade_off(
 ) -> dict[str, Any]:
     """`vitadel trade-off` from Python: run folders of `harden`, or other models, on the same images.
 
+    `crop_pct` is the share of each image that is kept, if not the models' own: 0.875 in RVT's protocol.
     `settings` are further fields of `TradeOffRequest`: maps, limit, batch_size, seed, skip_bad. Writes `out`, or a new
     run folder below runs/; returns the content of `results.json`.
     """
     request = TradeOffRequest.read(eps, attacks, aimed, **settings)
     specs = [str(each) for each in ([runs] if isinstance(runs, str | Path) else runs)]
-    candidates = open_candidates(specs, data, data_root=data_root, skip_bad=bool(request.skip_bad), knob=knob)
+    candidates = open_candidates(
+        specs,
+        data,
+        data_root=data_root,
+        skip_bad=bool(request.skip_bad),
+        knob=knob,
+        model_options=crop_option(crop_pct),
+    )
     return run_trade_off(candidates, request, join_processes(device), out=out, resume=resume).results
+
+
+def crop_option(crop_pct: float | str | None) -> dict[str, float] | None:
+    """How models are opened for a crop that was asked for."""
+    return None if crop_pct is None else {"crop_pct": read_quantity(crop_pct, "--crop-pct")}
 
 
 def run_trade_off(
