@@ -356,3 +356,15 @@ def test_models_for_other_inputs_or_classes_are_refused(settings, reported):
     with pytest.raises(UserError, match=f"'two' and 'one' {reported}"):
         check_alike(first, other)
     check_alike(first, first)
+
+
+def test_a_crop_is_for_all_models_of_a_comparison():
+    specs = ["zoo:shapes-tora", "zoo:shapes-standard"]
+    options = trade_off.crop_option("7/8")
+    assert options == {"crop_pct": RVT.crop_pct}
+    for candidate in open_candidates(specs, "shapes@test", model_options=options):
+        assert candidate.target.preprocess.crop_pct == 0.875
+        assert candidate.target.model.record.crop_pct == 0.875
+    assert trade_off.crop_option(None) is None
+    with pytest.raises(UserError, match="--crop-pct"):
+        trade_off.crop_option("most")

@@ -6,8 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
+from vitadel.adapters.tora.tora_vit import find_tora
+from vitadel.corruptions.apply import corrupt
+from vitadel.errors import UserError
+from vitadel.evaluation.audit.protocols import RVT
 from vitadel.evaluation.engine.target import open_target
 from vitadel.papers.paper_documents import Evaluation
 from vitadel.reproduce.evaluations import Subject, evaluate
@@ -57,6 +62,50 @@ def test_heads_of_a_trade_off(tmp_path):
 
 
 @pytest.mark.slow
+def test_corruptions_and_clean_accuracy_of_each_head(tmp_path):
+    """The heads' numbers are those of the trade-off, and of corruptions computed here from the heads' logits."""
+    names = "acc", "rob", "joint"
+    settings = {"limit": 6, "corruptions": ["contrast"], "severities": [5]}
+    for head in names:
+        run(tmp_path / f"c-{head}", "zoo:shapes-tora", run="corruptions", settings=settings, branch=head)
+        audit = {"limit": 6, "attacks": ["fgsm"], "eps": "1/255"}
+        run(tmp_path / f"a-{head}", "zoo:shapes-tora", run="audit", settings=audit, branch=head)
+    run(
+        tmp_path / "t", "zoo:shapes-tora", run="trade-off", settings={"limit": 6, "eps": ["1/255"], "attacks": ["fgsm"]}
+    )
+    cells = {head: read_cell("corruptions", tmp_path / f"c-{head}", "mean_error") for head in names}
+    for head in names:
+        clean, wanted = (
+            read_cell(verb, tmp_path / folder, value)
+            for verb, folder, value in (("audit", f"a-{head}", "clean"), ("trade-off", "t", f"{head}:clean"))
+        )
+        assert np.array_equal(clean.images, wanted.images)
+        assert cells[head].n == 6
+    target = open_target("zoo:shapes-tora", "shapes@test")
+    indices = torch.tensor(cells["acc"].index.tolist())
+    images = [target.source.read([int(index)])[0] for index in indices]
+    x = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 for image in images])
+    with torch.no_grad():
+        logits = dict(zip(("acc", "rob"), find_tora(target.model).branches(corrupt(x, "contrast", 5)), strict=True))
+        logits["joint"] = (logits["acc"] + logits["rob"]) / 2
+    for head in names:
+        wrong = logits[head].argmax(1) != target.source.labels()[indices]
+        assert cells[head].images.tolist() == wrong.double().tolist()
+
+
+def test_a_head_that_a_model_does_not_have_is_refused():
+    subject = Subject("zoo:shapes-standard", {}, "shapes@test", None)
+    with pytest.raises(UserError, match="unknown head 'acc' of zoo:shapes-standard"):
+        subject.target(Evaluation(run="audit", branch="acc"))
+
+
+def test_options_of_an_evaluation_change_how_its_model_is_opened():
+    subject = Subject("zoo:shapes-standard", {"crop_pct": 1.0}, "shapes@test", None)
+    opened = subject.target(Evaluation(run="audit", options=RVT.model_options))
+    assert (opened.preprocess.crop_pct, opened.preprocess.interpolation) == (0.875, "bicubic")
+
+
+@pytest.mark.slow
 def test_attacks_on_the_public_backbone(tmp_path):
     target = open_target("zoo:shapes-standard", "shapes@test")
     width = 96
@@ -84,6 +133,9 @@ def test_size(tmp_path):
     expected = 64 * 48 * 96 + 6 * (65 * (4 + 4) * 96 * 96 + 2 * 65 * 65 * 96) + 96 * 10
     assert cell.value == pytest.approx(expected / 1e9, rel=1e-6)
     assert cell.exact
+    assert read_cell("model", tmp_path / "m", "trained").value == size["parameters"]
+    tora = run(tmp_path / "t", "zoo:shapes-tora", run="model")["size"]
+    assert tora["trained"] == pytest.approx(tora["parameters"] - size["parameters"], abs=0.002)
 
 
 def test_steps_of_a_training(tmp_path):
@@ -92,4 +144,7 @@ def test_steps_of_a_training(tmp_path):
     assert read_cell("training", tmp_path, "loss:last2").value == 1.0
     assert read_cell("training", tmp_path, "two_minus_loss:first").value == 0.5
     assert read_cell("training", tmp_path, "loss:sd2").value == pytest.approx(np.std([1.5, 0.5], ddof=1))
+    assert read_cell("training", tmp_path, "hours").value is None  # trained by an earlier version
+    (tmp_path / "time.json").write_text('{"device_hours": 1.5, "processes": 1}')
+    assert read_cell("training", tmp_path, "hours").value == 1.5
     assert read_cell("audit", tmp_path / "evaluations" / "x", "page").page == "evaluations/x/report.html"

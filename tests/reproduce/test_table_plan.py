@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from vitadel.errors import UserError
+from vitadel.evaluation.audit.protocols import RVT
 from vitadel.papers.paper_documents import PAPERS, find_item, read_paper
+from vitadel.reproduce.dry_run import DryRun
 from vitadel.reproduce.jobs import TableRequest, table_jobs
 from vitadel.reproduce.table_plan import plan_table, plan_text, summaries
+from vitadel.training.recipes.compose import compose
 
 TABLES = [f"{paper}/{item.id}" for paper in PAPERS for item in read_paper(paper).items]
 # What cannot be run yet, exactly: (table, row or column). Rows of others' models need their weights.
@@ -18,10 +24,18 @@ OTHERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def dry_run():
+    """Models that tables share are built once for all tests."""
+    return DryRun()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
-def test_every_row_of_every_table_can_be_planned(table, tmp_path):
+def test_every_row_of_every_table_can_be_planned(table, tmp_path, dry_run):
     jobs = table_jobs(TableRequest(table=table, data_root=str(tmp_path)))
-    plan = plan_table(jobs)
+    plan = plan_table(jobs, dry_run)
+    assert all(0 < each["trained"] <= each["parameters"] for each in plan["trainings"])
     item = find_item(table)[1]
     assert set(plan["needs"]) == NEEDS.get(table, set()) or len(plan["needs"]) == OTHERS[table]
     planned = {row for each in plan["evaluations"].values() for row in each["rows"]}
@@ -39,13 +53,88 @@ def test_every_row_of_every_table_can_be_planned(table, tmp_path):
 
 
 @pytest.mark.parametrize("table", [name for name in TABLES if find_item(name)[1].small])
-def test_every_small_table_can_be_planned(table):
-    plan = plan_table(table_jobs(TableRequest(table=table, small=True, seeds=2)))
+def test_every_small_table_can_be_planned(table, dry_run):
+    plan = plan_table(table_jobs(TableRequest(table=table, small=True, seeds=2)), dry_run)
     assert plan["trainings"]
     assert not plan["files"]
     item = find_item(table)[1]
     assert item.small.minutes <= 60
     assert set(item.small.rows) <= {row.id for row in item.rows}
+
+
+def test_models_are_built_without_memory_and_have_the_sizes_of_the_slides(dry_run):
+    rows = "head-0.1", "single-0.1", "adapterfusion-0.1", "tora-0.1", "matched-0.1"
+    built = dry_run.build_models(table_jobs(TableRequest(table="tora/table3", rows=rows, columns=("clean",))))
+    sizes = {name.removeprefix("tora-imagenet-"): (each.parameters, each.trained) for name, each in built.items()}
+    assert sizes["head-0.1-s0"] == (88_105_656, 1_538_000)
+    assert sizes["single-0.1-s0"] == (88_250_384, 1_682_728)
+    assert sizes["tora-s0"] == (111_194_424, 24_626_768)
+    assert sizes["matched-0.1-s0"][1] == pytest.approx(24_626_768, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("table", "changed", "said"),
+    [
+        (
+            "tora/table3",
+            {"model.name": "vit_base_patch61_224"},
+            r"row tora-0.1: .*\n.*unknown model 'vit_base_patch61_224'",
+        ),
+        ("tora/table3", {"model.kwargs": {"depht": 6}}, "row tora-0.1.*depht"),
+        ("tora/table3", {"model.name": "resnet50"}, "row tora-0.1: no anatomy known for timm.models.resnet.ResNet"),
+        ("tora/table3", {"adapter.kind": "adapterfusion"}, "row tora-0.1: phase 2 has other settings than its start"),
+        ("tora/table3", {"optimizer.name": "adamv"}, "row tora-0.1: .*\n.*timm has no optimizer 'adamv'"),
+    ],
+)
+def test_what_cannot_be_built_is_found_in_the_plan(table, changed, said):
+    jobs = table_jobs(TableRequest(table=table, rows=("tora-0.1",), columns=("clean",)))
+    (job,) = jobs.jobs
+    wrong = replace(job, training=replace(job.training, overrides=changed))
+    with pytest.raises(UserError, match=said):
+        plan_table(replace(jobs, jobs=(wrong,)))
+
+
+def test_an_attack_that_looks_inside_a_cnn_is_found_in_the_plan():
+    jobs = table_jobs(TableRequest(table="tora/table1", rows=("resnet-50",), columns=("clean",)))
+    (job,) = jobs.jobs
+    audit = job.evaluations["attacks"]
+    inside = audit.model_copy(update={"settings": {**audit.settings, "attacks": ["aas+pgd-5"]}})
+    with pytest.raises(UserError, match=r"tora/table1, row resnet-50: aas\+pgd-5: "):
+        DryRun().build_models(replace(jobs, jobs=(replace(job, evaluations={"attacks": inside}),)))
+
+
+def test_all_columns_of_tora_follow_rvts_protocol():
+    for table in ("tora/table1", "tora/table2", "tora/table3"):
+        jobs = table_jobs(TableRequest(table=table)).jobs
+        evaluations = [each for job in jobs for each in job.evaluations.values() if each.data or each.settings]
+        assert {str(each.options) for each in evaluations} == {str(RVT.model_options)}
+        attacked = [each.settings for each in evaluations if each.run == "audit" and each.data is None]
+        assert all(each["attacks"] == list(RVT.attacks) and each["eps"] == RVT.eps for each in attacked)
+        assert all(each["independent"] for each in attacked)
+        assert not any(each.get("limit") for each in attacked)
+
+
+def test_heads_of_tora_have_columns_for_the_variants_of_imagenet():
+    jobs = table_jobs(TableRequest(table="tora/table2", rows=("0.5-acc", "0.5-rob", "0.5-joint")))
+    assert [job.evaluations["c"].branch for job in jobs.jobs] == ["acc", "rob", "joint"]
+    assert len({job.evaluation_name("a") for job in jobs.jobs}) == 3
+    assert len({job.evaluation_name("heads") for job in jobs.jobs}) == 1
+
+
+def test_every_lambda_has_rows_of_every_fusion_and_of_baselines_with_as_much_training():
+    for recipe, lambdas in (("tora/imagenet", (1, 3, 5, 7, 9)), ("tora/imagenette-deit-tiny", (1, 5, 9))):
+        for number in lambdas:
+            tora, other = (compose(recipe, f"{kind}-0.{number}", {}) for kind in ("lambda", "adapterfusion"))
+            assert other["adapter"] == {
+                **tora["adapter"],
+                "kind": "adapterfusion",
+                "start": "runs/adapterfusion",
+            }
+            assert {**other, "adapter": tora["adapter"]} == tora
+        for number in (1, 5, 9):
+            long, matched = (compose(recipe, f"{kind}-0.{number}", {}) for kind in ("long", "matched"))
+            assert long["train"]["epochs"] > matched["train"]["epochs"] > 0
+            assert matched["adapter"]["kind"] == long["adapter"]["kind"] == "single"
 
 
 def test_the_five_tables_that_users_try_first_have_a_small_version():

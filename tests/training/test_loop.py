@@ -180,6 +180,8 @@ def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_pa
     assert done.returncode == 0, done.stderr
     folder, _ = finished
     assert same(weights(tmp_path / "run"), weights(folder))
+    hours = json.loads((tmp_path / "run" / "time.json").read_text())["device_hours"]
+    assert 0 < hours == torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["hours"]
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def load_model(
     new_head: bool = False,
     head_classes: Sequence[int] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
 ) -> Classifier:
     """Load the model of a spec in eval mode: pixels in [0, 1] in, logits out.
 
@@ -133,6 +133,8 @@ def load_model(
     if options.weights != "random":
         record = with_class_names(backbone, record)
     classifier = _apply_options(backbone, record, options, spec).eval()
+    if device is None:  # the CPU, or that of a `with torch.device(...)` around the call
+        return classifier
     try:
         return classifier.to(device)
     except (RuntimeError, AssertionError) as error:

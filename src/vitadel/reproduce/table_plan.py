@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vitadel.errors import UserError
 from vitadel.papers.paper_documents import PAPERS, read_paper
 from vitadel.reproduce.jobs import TableJobs
 from vitadel.reproduce.required_files import published_weights, required_files
 from vitadel.training.recipes.compose import compose
+
+if TYPE_CHECKING:
+    from vitadel.reproduce.dry_run import DryRun
+
+
+_WITHOUT_DATA = {"model": "size of the model", "training": "what the training recorded"}
 
 
 def summaries() -> list[tuple[str, str]]:
@@ -25,11 +31,16 @@ def summaries() -> list[tuple[str, str]]:
     return found
 
 
-def plan_table(table: TableJobs) -> dict[str, Any]:
-    """The plan as data. Recipes and evaluations are checked: a plan that succeeds names runs that can start."""
+def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any]:
+    """The plan as data. Models are built, recipes and evaluations checked: what a plan names can start.
+
+    A `dry_run` that is given saves models which several tables share.
+    """
+    from vitadel.reproduce.dry_run import DryRun
     from vitadel.reproduce.evaluations import check_evaluation
     from vitadel.training.recipes.build import build_recipe
 
+    built = (dry_run or DryRun()).build_models(table)
     trainings = []
     for training in table.trainings():
         recipe = build_recipe(compose(training.recipe, training.row, training.overrides), training.name)
@@ -42,6 +53,8 @@ def plan_table(table: TableJobs) -> dict[str, Any]:
                 "after": [each.name for _, each in training.after],
                 "epochs": recipe.epochs,
                 "model": recipe.model.name,
+                "parameters": built[training.name].parameters,
+                "trained": built[training.name].trained,
             }
         )
     evaluations: dict[str, dict[str, Any]] = {}
@@ -68,6 +81,11 @@ def plan_table(table: TableJobs) -> dict[str, Any]:
         "small": item.small.about if table.request.small and item.small else None,
         "seeds": table.request.seeds,
         "trainings": trainings,
+        "models": [
+            {"model": job.row.model, "rows": [job.row.id], "parameters": built[job.model_name].parameters}
+            for job in table.jobs
+            if job.training is None and job.have is None
+        ],
         "evaluations": evaluations,
         "files": [
             {
@@ -127,12 +145,19 @@ def plan_text(plan: dict[str, Any]) -> str:
     lines.append(f"\n{len(plan['trainings'])} trainings ({plan['seeds']} seed{'s' * (plan['seeds'] > 1)})")
     for each in plan["trainings"]:
         after = f", after {', '.join(each['after'])}" if each["after"] else ""
-        lines.append(f"  {each['training']}: {each['model']}, {each['epochs']} epochs{after}")
+        size = f"{each['parameters'] / 1e6:.1f} M parameters"
+        part = f", {each['trained'] / 1e6:.3g} M trained" if each["trained"] < each["parameters"] else ""
+        lines.append(f"  {each['training']}: {each['model']}, {size}{part}, {each['epochs']} epochs{after}")
+    if plan["models"]:
+        lines.append(f"\n{len(plan['models'])} rows with models that others have trained")
+    for each in plan["models"]:
+        lines.append(f"  {', '.join(each['rows'])}: {each['model']}, {each['parameters'] / 1e6:.1f} M parameters")
     lines.append(f"\n{len(plan['evaluations'])} evaluations")
     for name, each in plan["evaluations"].items():
         attacks = f", {', '.join(each['attacks'])}" if each.get("attacks") else ""
         limit = f", {each['limit']} images" if each.get("limit") else ""
-        lines.append(f"  {name}: {each['run']} on {each['data'] or 'the training'}{limit}{attacks}")
+        where = _WITHOUT_DATA.get(each["run"]) or f"{each['run']} on {each['data'] or 'the training'}"
+        lines.append(f"  {name}: {where}{limit}{attacks}")
     if plan["files"]:
         lines.append("\nfiles")
     for each in plan["files"]:

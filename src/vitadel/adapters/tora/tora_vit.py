@@ -47,9 +47,7 @@ class Branch(nn.Module):
         super().__init__()
         like, width = backbone.cls_token, backbone.embed_dim
         depth = len(backbone.blocks) if settings.adapts else 0
-        self.adapters = nn.ModuleList(
-            Bottleneck(width, round(width / settings.reduction), like) for _ in range(depth)
-        )
+        self.adapters = nn.ModuleList(Bottleneck(width, round(width / settings.reduction), like) for _ in range(depth))
         for layer, adapter in enumerate(self.adapters):
             cast(Bottleneck, adapter).start(seed, _place(name), layer)
         self.token = nn.Parameter(_class_token(backbone)) if settings.adapts else None

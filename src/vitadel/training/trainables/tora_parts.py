@@ -54,10 +54,10 @@ class ToraParts(ToraSettings):
 
     def attach(self, model: Classifier) -> nn.Module:
         if self.start is None:
-            tora = Tora(model, self._settings, seed=self.seed, trade_off=self.trade_off)
+            tora = Tora(model, self.settings, seed=self.seed, trade_off=self.trade_off)
         else:
             tora = load_tora(parts_file(self.start), model)
-            self._check_start(tora.settings)
+            self.check_start(tora.settings)
             tora.trade_off = self.trade_off
             trained = trainable_parameters(tora, 2, heads=self.train_heads)
             for name, parameter in tora.named_parameters():
@@ -66,12 +66,12 @@ class ToraParts(ToraSettings):
         return tora
 
     @property
-    def _settings(self) -> ToraSettings:
+    def settings(self) -> ToraSettings:
         return ToraSettings(**{each.name: getattr(self, each.name) for each in fields(ToraSettings)})
 
-    def _check_start(self, first: ToraSettings) -> None:
+    def check_start(self, first: ToraSettings) -> None:
         """Phase 2 trains the fusion that phase 1 made; other settings would be recorded and have no effect."""
-        ours, theirs = asdict(self._settings), asdict(first)
+        ours, theirs = asdict(self.settings), asdict(first)
         wrong = [name for name in ours if ours[name] != theirs[name]]
         if wrong:
             said = "; ".join(f"adapter.{name} is {ours[name]}, phase 1 has {theirs[name]}" for name in wrong)
