@@ -171,6 +171,7 @@ def table_jobs(request: TableRequest) -> TableJobs:
     for name in (*(request.rows or ()), *request.have):
         if name not in ids:
             raise unknown_name("row", name, ids, f" of {request.table}")
+    _check_have(request, item)
     kept = None if small is None else small.columns
     column_ids = [column.id for column in item.columns if kept is None or column.id in kept]
     for name in request.columns or ():
@@ -187,6 +188,17 @@ def table_jobs(request: TableRequest) -> TableJobs:
         for job in [_job(item, row, seed, columns, request)]
     )
     return TableJobs(request, paper, item, rows, columns, jobs, lacking)
+
+
+def _check_have(request: TableRequest, item: Item) -> None:
+    """Refuse given runs that would not be used."""
+    for name, runs in request.have.items():
+        if request.rows is not None and name not in request.rows:
+            raise UserError(f"--have {name}={runs[0]} is not used: --rows leaves out {name}. Add it there, or drop it.")
+        places = request.seeds if item.row(name).train is not None else 1
+        if len(runs) > places:
+            why = f"give --seeds {len(runs)}" if item.row(name).train is not None else "others have trained its model"
+            raise UserError(f"--have gives {len(runs)} runs for {name}, which has room for {places}: {why}.")
 
 
 def _job(item: Item, row: Row, seed: int, columns: Sequence[Column], request: TableRequest) -> Job:
