@@ -171,7 +171,10 @@ def test_killed_and_resumed_gives_the_same_page(finished, tmp_path, monkeypatch)
         (["reproduce", "aas/table5", "--rows", "tradse"], "unknown row 'tradse' of aas/table5; did you mean trades"),
         (["reproduce", "aas/table5", "--columns", "aa"], "unknown column 'aa' of aas/table5; did you mean aas"),
         (["reproduce", "aas/table5", "--have", "trades"], "--have takes ROW=RUNFOLDER"),
-        (["reproduce", "aas/table5", "--have", "trades=a,b"], "2 runs for trades, which has room for 1: give --seeds 2"),
+        (
+            ["reproduce", "aas/table5", "--have", "trades=a,b"],
+            "2 runs for trades, which has room for 1: give --seeds 2",
+        ),
         (["reproduce", "aas/table5", "--have", "trades=a", "--rows", "mart"], "is not used: --rows leaves out trades"),
         (["reproduce", "aas/table5", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["reproduce", "aas/table1", "--small"], "aas/table1 has no small version; of this paper aas/table5 has one"),
