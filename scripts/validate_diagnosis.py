@@ -3,10 +3,12 @@
     python scripts/validate_diagnosis.py --half open                     # the half that thresholds may be chosen on
     python scripts/validate_diagnosis.py --half held-out --out runs/validate-diagnosis
     python scripts/validate_diagnosis.py --only ripples --only CNN       # names or families that contain this
+    python scripts/validate_diagnosis.py --half held-out --part broken --weak --without-attacks
 
 For every broken defense: what it hides from PGD-20, as the share of all images that another attacker breaks (transfer
 from the model inside; Square) and PGD-20 leaves. If that is more than 5 points: the first check of `quick` that is
-raised. For every honest model: all checks that are raised. Results are kept in files, so a run can be killed and
+raised; with --weak whatever it hides, so that recall is a curve over strength. For every honest model: all checks that
+are raised. Results are kept in files, so a run can be killed and
 started again.
 """
 
@@ -191,23 +193,27 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, default=48)
     parser.add_argument("--part", choices=("hides", "broken", "honest"), action="append", help="default: all three")
-    parser.add_argument("--without-attacks", action="store_true", help="honest models: only checks that take seconds")
+    parser.add_argument("--without-attacks", action="store_true", help="only checks that take seconds")
+    parser.add_argument("--weak", action="store_true", help="also broken defenses that hide little or nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/validate-diagnosis"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     parts = options.part or ["hides", "broken", "honest"]
     hides, broken, honest = (Results(options.out / f"{name}.json") for name in ("hides", "broken", "honest"))
     tables = []
+    checks = without_attacks() if options.without_attacks else CHECKS
     defenses: list[BrokenDefense] = chosen(BROKEN_DEFENSES, options.half, options.only)
     for each in defenses:
         if "hides" in parts:
             hides.get(each.name, lambda each=each: hidden(each, options.images))
-        if "broken" in parts and hides.rows.get(each.name, {"hides": 0.0})["hides"] > HIDES:
-            broken.get(each.name, lambda each=each: raised(examination(build(each), options.images), all_checks=False))
+        if "broken" in parts and (options.weak or hides.rows.get(each.name, {"hides": 0.0})["hides"] > HIDES):
+            broken.get(
+                each.name,
+                lambda each=each: raised(examination(build(each), options.images), checks, all_checks=False),
+            )
     done = [each for each in defenses if each.name in hides.rows]
     tables.append(recall_table([(each, hides.rows[each.name], broken.rows.get(each.name)) for each in done]))
     models: list[HonestModel] = chosen(HONEST_MODELS, options.half, options.only)
-    checks = without_attacks() if options.without_attacks else CHECKS
     for each in models if "honest" in parts else []:
         honest.get(
             each.name, lambda each=each: raised(examination(each.make(), options.images), checks, all_checks=True)

@@ -243,7 +243,7 @@ def uninformative_gradients(e: Examination) -> Outcome:
     return (SUSPICIOUS if wilson(hits, n)[1] < 0.9 else OK), {"gradient beats random": hits / n, "n": n}
 
 
-@check("gain-ratio", "Steps do not deliver what gradients promise", cost=(2, 7), next="square")
+@check("gain-ratio", "Steps do not deliver what gradients promise", cost=(2, 8), next="square")
 def gain_ratio(e: Examination) -> Outcome:
     """Raised if steps along the gradient, of a quarter, one and four times an attack's length, deliver on most images
     clearly less of the way to another class than the gradient promises, or far more; or if for many images they
