@@ -120,13 +120,13 @@ def _write_pages(folder: Path) -> None:
     """Write tables as CSV, LaTeX and Markdown, and the pages of runs that figures link to."""
     from vitadel.reporting.exports import export
     from vitadel.reporting.page import write_report
+    from vitadel.runtime.run_folder import RunFolder
 
     export([folder], folder / "export")
-    for run in sorted(
-        found for kind in ("evaluations", "trainings") for found in folder.glob(f"{kind}/*/results.json")
-    ):
-        if not (run.parent / "report.html").exists() and (run.parent / "command.json").exists():
-            write_report([run.parent], run.parent / "report.html")
+    for run in sorted(found for kind in ("evaluations", "trainings") for found in folder.glob(f"{kind}/*")):
+        # One that failed gets its page when it is resumed and finished.
+        if RunFolder(run).complete and not (run / "report.html").exists() and (run / "command.json").exists():
+            write_report([run], run / "report.html")
 
 
 def _end_if_failed(errors: dict[str, str], folder: Path) -> None:
