@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from imagenet_a import RIGHT, answering, write_imagenet_a
 from toys import trained_toy
 from vitadel.adapters.adapted_model import open_model
+from vitadel.attacks.attention_scaling.gaps import ROUNDS_TO_ONE
 from vitadel.backbones.classifier import wrap
 from vitadel.diagnosis.checks import BROKEN, OK, SUSPICIOUS, NotExamined, gradients, inputs, outputs
 from vitadel.diagnosis.checks import attack_comparisons as comparisons
@@ -97,12 +98,12 @@ def test_attention_is_looked_at_batch_by_batch():
     assert parts[1]["99th percentile, per block"] == pytest.approx(whole[1]["99th percentile, per block"], abs=2e-3)
 
 
-@pytest.mark.parametrize("precision", list(attention._ROUNDS_TO_ONE))
+@pytest.mark.parametrize("precision", list(ROUNDS_TO_ONE))
 def test_attention_saturates_where_numbers_of_its_precision_do(precision):
     def largest(gap: float) -> float:
         return float(torch.tensor([gap, 0.0], dtype=precision).softmax(0)[0])
 
-    at = attention._ROUNDS_TO_ONE[precision]
+    at = ROUNDS_TO_ONE[precision]
     # Who computes in float32 and rounds at the end gets there by a factor of two, 0.7, later.
     assert largest(at - 0.2) < 1 == largest(at + 0.8)
     assert math.exp(-attention._LEAVES_NORMAL[precision]) == pytest.approx(torch.finfo(precision).tiny, rel=0.5)
