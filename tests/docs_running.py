@@ -230,6 +230,8 @@ def _sizes(context: typer.Context) -> list[str]:
         if option.name == "limit" and context.params.get("protocol"):
             continue
         value = context.params.get(option.name)
+        if option.name == "within" and value is None:  # a kind of audit, not a size that every audit has
+            continue
         most: Any = FLAGS.get(f"{context.info_name}.{option.name}", FLAGS.get(option.name))
         if most is None and type(value) is int and value > MOST:
             most = MOST
