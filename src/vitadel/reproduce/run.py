@@ -203,7 +203,9 @@ def _sizes(table: TableJobs, folder: Path) -> dict[str, Any]:
     for job in table.jobs:
         for name in job.evaluations:
             place = RunFolder(folder / "evaluations" / job.evaluation_name(name))
-            model = place.results().get("model", {}) if place.complete else {}
+            # A disk that fails here must end the run, or it would be finished without these sizes.
+            results = place.results() if (place.path / "results.json").exists() else {}
+            model = results.get("model", {}) if results.get("complete") else {}
             if "parameters" in model:
                 sizes.setdefault(job.row.id, {key: model.get(key) for key in ("parameters", "macs")})
     return sizes
