@@ -190,6 +190,8 @@ def test_a_recipe_that_names_code_as_an_attack_is_noticed() -> None:
         "eot:2+python:evil:Attack"
     ]
     assert code_in_recipe({"audit": {"attacks": ["pgd-20"]}}) == []
+    for spelling in ("Python:evil:Attack", "BPDA(Backward=Python:evil:run)+pgd-2"):
+        assert code_in_recipe({"audit": {"attacks": spelling}}) == [spelling]
 
 
 def test_ours_can_be_called_as_those_of_torchattacks() -> None:

@@ -42,6 +42,14 @@ def test_copies_by_class_that_a_training_can_take(tmp_path):
     assert results["data"]["n"] == 12
 
 
+def test_the_command_ends_with_its_page(tmp_path):
+    done = vitadel(
+        "corrupt", "--data", "shapes(size=16)@train", "--augmix", "1", "--limit", "2", "--out", str(tmp_path / "a")
+    )
+    assert done.stdout.strip().endswith(str(tmp_path / "a"))
+    assert len(files_of(tmp_path / "a")) == 2
+
+
 def test_versions_are_torchvisions_and_belong_to_seed_sample_and_copy():
     (image,) = Shapes("train", size=16).read([7])
     before = torch.random.get_rng_state()

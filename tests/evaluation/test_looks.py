@@ -52,6 +52,7 @@ def test_it_stops_when_the_interval_is_narrow_with_the_verdicts_of_a_plain_audit
     low, high = found["worst_case"]["ci95"]
     assert (high - low) / 2 <= 0.08
     assert low <= 0.7 <= high  # the share of images farther than eps from the threshold
+    assert found["attacks"][-1]["ci95"] == found["worst_case"]["ci95"]
     assert found["worst_case"]["ci95"] == list(make_plan(8, 600).interval(found["worst_case"]["held"], n))
     plain = audit(Threshold(), limit=n, out=tmp_path / "plain")
     assert plain["worst_case"]["held"] == found["worst_case"]["held"]
@@ -135,6 +136,8 @@ def test_only_images_of_both_runs_are_compared(tmp_path: Path) -> None:
         ({"within": 5, "compare_with": "x"}, "give one of them"),
         ({"within": 5, "skip_bad": True}, "--within and --skip-bad cannot be combined"),
         ({"within": 5, "independent": True}, "leave out --independent"),
+        ({"within": 5, "keep": "images"}, "--within keeps no images"),
+        ({"within": 5, "norm": "linf,l2", "eps": "0.06,1"}, "take one threat; name one norm"),
         ({"compare_with": "no-such-folder"}, "holds no finished audit"),
     ],
 )
@@ -145,7 +148,14 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) 
 
 def test_a_run_under_another_threat_is_refused(tmp_path: Path) -> None:
     audit(Threshold(), limit=20, eps=0.01, out=tmp_path / "first")
-    with pytest.raises(UserError, match=r"cannot be compared: eps_text: .* there, .* here"):
+    with pytest.raises(UserError, match=r"cannot be compared: eps: .* there, .* here"):
+        audit(Threshold(), compare_with=str(tmp_path / "first"))
+
+
+def test_a_run_by_other_attacks_is_refused(tmp_path: Path) -> None:
+    """A weaker attack there would make the model here look less robust."""
+    audit(Threshold(), limit=20, attacks="noise", out=tmp_path / "first")
+    with pytest.raises(UserError, match=r"cannot be compared: attacks: \['noise'\] there, \['fgsm'\] here"):
         audit(Threshold(), compare_with=str(tmp_path / "first"))
 
 
@@ -165,3 +175,13 @@ def test_the_share_is_covered_over_many_orders() -> None:
         low, high = plan.interval(int(hits[n - 1]), n)
         covered += low <= share <= high
     assert covered >= 0.95 * 300
+
+
+@pytest.mark.slow
+def test_a_growing_sample_by_the_default_attack_has_the_verdicts_of_a_plain_audit(tmp_path: Path) -> None:
+    """Its sentinels, and the queries that they share, depend on the size of the sample."""
+    found = vitadel.audit("zoo:shapes-robust", "shapes", within=9, batch_size=32, out=tmp_path / "looks")
+    n = found["worst_case"]["n"]
+    assert len(found["sequential"]["looks"]) > 1
+    plain = vitadel.audit("zoo:shapes-robust", "shapes", limit=n, batch_size=32)
+    assert plain["worst_case"]["held"] == found["worst_case"]["held"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -126,6 +128,33 @@ def test_a_preempted_job_saves_and_is_queued_again(tmp_path: Path):
     assert isinstance(again, submitit.helpers.DelayedSubmission)
     assert again.function == LaunchedCommand(job.words, job.folder, job.program)
     assert ended[0].endswith("exit code 130")
+
+
+IN_A_HANDLER = """
+import signal, sys
+from vitadel.runtime.launcher import LaunchedCommand
+job = LaunchedCommand((sys.argv[1],), ".", (sys.executable, "-c", sys.argv[2]))
+def preempted(number, frame):
+    print("again", job.checkpoint().function == job, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR2, preempted)
+job()
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_middle_of_the_wait_is_answered(tmp_path: Path):
+    """As submitit does it: the handler runs in the thread that waits for the command."""
+    pytest.importorskip("submitit")
+    state = tmp_path / "state"
+    words = [sys.executable, "-c", IN_A_HANDLER, str(state), SAVES]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as waiting:
+        deadline = time.monotonic() + 60
+        while not (state.exists() and state.read_text() == "started") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        waiting.send_signal(signal.SIGUSR2)
+        said, _ = waiting.communicate(timeout=60)
+    assert (said, state.read_text()) == ("again True\n", "saved")
 
 
 def test_a_job_that_cannot_save_is_not_queued_again(tmp_path: Path):

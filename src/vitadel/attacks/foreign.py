@@ -169,7 +169,10 @@ def _seeded(keys: Tensor) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     devices = [keys.device] if keys.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # and no other device's, which would not be restored
+        if devices:
+            with torch.cuda.device(keys.device):
+                torch.cuda.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
         try:

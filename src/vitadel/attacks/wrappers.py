@@ -120,12 +120,16 @@ class WorstOf:
 
 @dataclass(frozen=True)
 class Stage:
-    """One attack of a staged ensemble, on the samples at `places` of the run, with a random `stream` of its own."""
+    """One attack of a staged ensemble, on the samples at `places` of the run, with a random `stream` of its own.
+
+    `variant` tells attacks of the same name apart whose settings follow from the samples.
+    """
 
     name: str
     attack: Attack
     places: Tensor
     stream: tuple[str, int] | None = None
+    variant: str = ""
 
     def own(self, rng: SampleRNG) -> SampleRNG:
         return rng if self.stream is None else rng.stream(*self.stream)

@@ -88,9 +88,6 @@ def audit(
     Each attack runs on the samples that the earlier ones left correct; writes a run folder and a report.
     """
     assert suite is None  # main.py runs the suite's own verb
-    if launcher is not None:
-        submit_jobs(launcher, run, shards=True)
-        return
     judge = gates.judge()
     if protocol is not None:
         attacks, data, how, independent = _apply_protocol(protocol, attacks, data, how, independent, given_flags(ctx))
@@ -101,21 +98,29 @@ def audit(
         "precision": precision,
     }
     own |= {"within": within, "compare_with": compare_with}
-    if (within is not None or compare_with is not None) and (shard is not None or "," in attacks.norm):
-        raise UserError("--within and --compare-with take one threat and all images: leave out --shard, name one norm")
+    divided = launcher is not None or shard is not None
+    if divided and (within is not None or compare_with is not None):
+        raise UserError("--within and --compare-with need all images in one place: leave out --shard and --launcher")
+    if compare_with is not None and gates.fail_under is not None:
+        raise UserError("the interval of --compare-with ends where the difference is decided: leave out --fail-under")
     threats = [(attacks.norm, attacks.eps)]
     if "," in attacks.norm:
         from vitadel.evaluation.audit.union import split_threats
 
         threats = split_threats(attacks.norm, attacks.eps)
     requests = [audit_request(replace(attacks, norm=norm, eps=eps), data, **own) for norm, eps in threats]
+    if divided and gates != GateFlags():
+        raise UserError(
+            "a shard has a part of the images, so it cannot be judged: give --fail-under, --fail-on and --summary to "
+            "'vitadel merge'"
+        )
+    if divided and len(requests) > 1:
+        raise UserError("--shard takes one threat: audit each norm in shards of its own, with one --out for each")
+    if launcher is not None:
+        submit_jobs(launcher, run, shards=True)
+        return
     if shard is not None:
-        if gates != GateFlags():
-            raise UserError(
-                "a shard has a part of the images, so it cannot be judged: give --fail-under, --fail-on and --summary "
-                "to 'vitadel merge'"
-            )
-        _run_shard(shard, requests, model, how, data, run)
+        _run_shard(shard, requests[0], model, how, data, run)
         return
     outcome = run_attacks("audit", requests, model, how, data, run, precheck=precheck)
     present(outcome, run)
@@ -123,16 +128,14 @@ def audit(
 
 
 def _run_shard(
-    shard: str, requests: list[AuditRequest], model: str, how: ClassifierFlags, data: DataFlags, run: RunFlags
+    shard: str, request: AuditRequest, model: str, how: ClassifierFlags, data: DataFlags, run: RunFlags
 ) -> None:
     from vitadel.evaluation.audit.audit_shards import run_shard
     from vitadel.runtime.run_shards import read_shard
 
     part = read_shard(shard)
-    if len(requests) > 1:
-        raise UserError("--shard takes one threat: audit each norm in shards of its own, with one --out for each")
     processes, target = open_target(model, how, data, run.device, notes=True)
-    done = run_shard(target, requests[0], processes, part, **run_options(run))
+    done = run_shard(target, request, processes, part, **run_options(run))
     if processes.is_main:
         typer.echo(
             f"shard {part}: {done['images']} images done; when all shards are: vitadel merge {run.out}", err=True

@@ -28,7 +28,7 @@ from vitadel.version import __version__
 
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
 _DISK_ERRORS = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
-_PREEMPTION = ("SIGTERM", "SIGUSR1")
+_PREEMPTION = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # submitit asks Slurm for the last, which all processes get
 _SUITES = ("corruptions", "stability", "threat-levels")
 _RENAMED_SUITES = {"ladder": "threat-levels"}
 _RENAMED_FLAGS = {"--doctor": "--precheck", "--no-doctor": "--no-precheck"}

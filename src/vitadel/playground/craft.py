@@ -25,7 +25,7 @@ from vitadel.instrument.hooks import frozen
 from vitadel.playground.models import OpenedModel
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
-from vitadel.runtime.trusted_code import check_code_trusted
+from vitadel.runtime.trusted_code import check_code_trusted, names_code
 from vitadel.types import Attack
 
 MOST_PASSES = 50_000
@@ -112,7 +112,7 @@ def prepare_attack(
     opened: OpenedModel, form: AttackForm, index: int | None = None, report: ReportProgress | None = None
 ) -> Attack:
     """Make the attack of a form; if it calibrates on the model first, then on training images, never on `index`."""
-    check_code_trusted(form.attack if "python:" in form.attack else None, "the page")
+    check_code_trusted(form.attack if names_code(form.attack) else None, "the page")
     attack = make(form.attack, eps=form.eps, norm=form.norm)
     passes = sum(attack.passes())
     if passes > MOST_PASSES:

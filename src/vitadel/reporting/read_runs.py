@@ -31,7 +31,7 @@ _FINISHED = {
     **dict.fromkeys(("audit", "attack", "diagnose"), ("model", "data", "clean", "attacks", "worst_case", "findings")),
     "study": ("model", "data", "study"),
     "inspect": ("model", "data", "activations"),
-    "corrupt": ("data", "copy"),
+    "corrupt": ("data",),
     "reproduce": ("reproduce",),
 }
 """The fields that results of a finished run have, by its verb, besides those of all runs."""

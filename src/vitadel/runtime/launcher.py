@@ -7,6 +7,7 @@ the job is queued again.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import signal
 import subprocess
@@ -72,10 +73,19 @@ class LaunchedCommand:
     def checkpoint(self) -> Any:
         """Called by submitit when the job is about to be preempted: save, end, and queue the same command again."""
         self._process.send_signal(signal.SIGTERM)
-        code = self._process.wait()
+        code = self._ended()
         if code not in (0, _INTERRUPTED):
             raise RuntimeError(f"vitadel {' '.join(self.words)} could not save its state: exit code {code}")
         return _submitit().helpers.DelayedSubmission(LaunchedCommand(self.words, self.folder, self.program))
+
+    def _ended(self) -> int:
+        """The exit code, without a lock: `checkpoint` runs in a signal handler, in the middle of `wait`."""
+        try:
+            found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # waited for already
+            return self._process.wait()
+        assert found is not None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def launch(launcher: Launcher, words: Sequence[str], out: Path) -> list[str]:

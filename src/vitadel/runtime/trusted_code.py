@@ -21,6 +21,11 @@ def check_code_trusted(code: str | None, where: str) -> None:
         )
 
 
+def names_code(text: str) -> bool:
+    """Whether the name of an attack, in any spelling, makes the user's code run."""
+    return "python:" in text.lower()
+
+
 def _texts(value: object) -> Iterator[str]:
     """All texts in nested mappings and lists."""
     if isinstance(value, str):
@@ -40,7 +45,7 @@ def code_in_recipe(document: Mapping[str, Any]) -> list[str]:
     for section, content in document.items():
         if not isinstance(content, Mapping):
             continue
-        named += [text for text in _texts(content) if "python:" in text]
+        named += [text for text in _texts(content) if names_code(text)]
         if section == "plugins":
             named += [str(name) for name in content if "." in str(name)]
         elif "." in str(content.get("use", "")):

@@ -131,7 +131,8 @@ class AutoAttackFast:
             places = places[torch.isin(places, correct)]
             if len(places) == 0 or FastEvidence(results).masked_by_sentinels:
                 break
-            results[name] = yield Stage(name, attack, places, ("sentinel", number))
+            variant = f"{attack.queries} queries" if isinstance(attack, SquareSentinel) else ""
+            results[name] = yield Stage(name, attack, places, ("sentinel", number), variant)
             correct = correct[~torch.isin(correct, places[results[name].fooled])]
         if not self.escalate or not FastEvidence(results).signs:
             return

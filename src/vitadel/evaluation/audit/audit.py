@@ -201,6 +201,8 @@ def run_audits(target: Target, requests: Sequence[AuditRequest], processes: Proc
     """Audit by one request, or under the union of the threats of several; `more` as for `run_audit`."""
     if len(requests) == 1:
         return run_audit(target, requests[0], processes, **more)
+    if requests[0].within is not None or requests[0].compare_with is not None:
+        raise UserError("--within and --compare-with take one threat; name one norm and one eps")
     from vitadel.evaluation.audit.union import run_union
 
     return run_union(target, requests, processes, check_request, run_audit, **more)

@@ -29,7 +29,7 @@ from vitadel.runtime.opening import recorded_opening, typed_words
 from vitadel.runtime.run_folder import Command, RunFolder, announce_run, open_run, read_command, write_json
 from vitadel.runtime.run_shards import Shard, number_list, shards_in
 from vitadel.runtime.safe_reading import parse_json_object, read_text_file
-from vitadel.runtime.trusted_code import check_code_trusted
+from vitadel.runtime.trusted_code import check_code_trusted, names_code
 
 VERB = "audit"
 _SUMMARY = "shard.json"
@@ -137,7 +137,7 @@ def merge_shards(
 
 
 def _request_of(settings: Mapping[str, Any], home: Path) -> AuditRequest:
-    code = next((name for name in settings.get("attacks", ()) if "python:" in str(name)), None)
+    code = next((name for name in settings.get("attacks", ()) if names_code(str(name))), None)
     check_code_trusted(code, f"the run folder '{home}'")
     known = {each.name: settings[each.name] for each in fields(AuditRequest) if each.name in settings}
     eps = read_quantity(known["eps"], "eps")

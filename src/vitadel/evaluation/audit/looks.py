@@ -2,7 +2,8 @@
 
 Both look at a growing, class-balanced sample of the images. `--within` goes on until the interval of the worst case is
 narrow enough (see `vitadel.sequential`); `--compare-with` until the difference to another run, on the same images, is
-decided. Batches do not cross looks, so each look computes only what it adds.
+decided. Batches do not cross looks, so a look attacks only what it adds; what depends on the whole sample, such as the
+sentinels of `autoattack-fast`, is done at each.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class _Comparison:
             "other": share(there, n, "held", "robust_accuracy"),
             "looks": looks,
             "sentence": f"Robust are {shares}: {counts}, so {ending} (evidence {last['evidence']:.3g}, "
-            f"{DECISIVE:g} decides).",
+            f"{DECISIVE:g} decides). Intervals do not allow for stopping when it is decided.",
         }
 
 
@@ -146,16 +147,19 @@ def _robust_in(path: Path, target: Target, request: AuditRequest) -> dict[int, b
         raise UserError(f"--compare-with {path}: it holds no finished audit")
     results = folder.results()
     threat = results.get("threat") or {}
-    wanted = {"norm": request.norm, "eps_text": quantity_text(request.eps)}
-    given = {"data": (results.get("data") or {}).get("spec"), **{key: threat.get(key) for key in wanted}}
-    differing = [
-        f"{key}: {given[key]} there, {value} here"
-        for key, value in {"data": target.data_spec, **wanted}.items()
-        if given[key] != value
-    ]
+    about = results.get("data") or {}
+    wanted = {
+        "data": (about.get("spec"), target.data_spec),
+        "size": (about.get("pixels"), list(target.preprocess.shape)),
+        "norm": (threat.get("norm"), request.norm),
+        "eps": (threat.get("eps_text"), quantity_text(request.eps)),
+        "attacks": ([entry["name"] for entry in results.get("attacks") or ()], list(request.attacks)),
+        "precision": (results.get("precision"), request.precision),
+    }
+    differing = [f"{what}: {there} there, {here} here" for what, (there, here) in wanted.items() if there != here]
     if differing or not results.get("worst_case"):
         reason = "; ".join(differing) or "it has no worst case"
-        raise UserError(f"--compare-with {path} cannot be compared: {reason}. Give an audit under the same threat.")
+        raise UserError(f"--compare-with {path} cannot be compared: {reason}. Give an audit by the same attacks.")
     table = pq.read_table(path / "samples.parquet")
     labels = target.source.labels()
     index = table.column("index").to_pylist()
@@ -215,7 +219,8 @@ def run_looks(
             ended, size = size, rule.next_look(size, robust)
         results["sequential"] = rule.summary(looks, ended, robust)
         if request.within is not None:
-            results["worst_case"]["ci95"] = looks[-1]["ci95"]
+            last = [entry for entry in results["attacks"] if not entry["own_rules"]][-1]  # the same share
+            results["worst_case"]["ci95"] = last["ci95"] = looks[-1]["ci95"]
         return results
 
     return execute(verb, target.model_spec, settings, processes, work, target=target, **options)
@@ -247,6 +252,8 @@ def _check(request: AuditRequest) -> None:
         raise UserError("--within and --compare-with stop by different rules; give one of them")
     if request.skip_bad:
         raise UserError(f"{flag} and --skip-bad cannot be combined: the looks need every image that they count")
+    if request.keep != "nothing":
+        raise UserError(f"{flag} keeps no images: what one look saves, the next may not count")
     if request.protocol is not None:
         raise UserError(f"{flag} chooses the number of images, which the protocol {request.protocol} prescribes")
     if request.independent:

@@ -425,7 +425,8 @@ def _run_stages(
     results: list[MemberResult] = []
     while (step := next_stage(stages, results[-1].as_stage() if results else None)) is not None:
         chosen = indices[step.places]
-        records = _one_attack(context, f"{stage} {step.name}", around(step.attack), threat, chosen, step.own)
+        title = " ".join(filter(None, (stage, step.name, step.variant)))
+        records = _one_attack(context, title, around(step.attack), threat, chosen, step.own)
         correct = results[-1].held if results else indices
         results.append(MemberResult(step.name, records, correct[~torch.isin(correct, chosen)]))
         if context.of_shard:
