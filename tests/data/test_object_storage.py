@@ -52,6 +52,14 @@ def test_an_archive_is_copied_once_and_again_when_it_changes(memory, tmp_path: P
     assert level_of(open_dataset("npz:memory://bucket/test.npz", root=tmp_path)) == 9
 
 
+def test_what_the_storage_no_longer_has_is_not_read(memory, tmp_path: Path):
+    for name in ("cat/a.png", "cat/b.png", "dog/c.png"):
+        memory.pipe(f"/photos/{name}", picture(1))
+    assert len(open_dataset("folder:memory://photos", root=tmp_path)) == 3
+    memory.rm("/photos/cat/b.png")
+    assert len(open_dataset("folder:memory://photos", root=tmp_path)) == 2
+
+
 def test_a_folder_of_classes_is_the_same_as_on_disk(memory, tmp_path: Path):
     for name, level in (("cat/a.png", 10), ("cat/b.png", 20), ("dog/c.png", 30)):
         memory.pipe(f"/photos/{name}", picture(level))

@@ -100,6 +100,10 @@ def test_colors_change_by_known_amounts():
     assert recolored(pixels, [0.75, 0, 0, 0, 0.1, *off[1:]])[0, 0, 0] == 116  # half of 32 more
     assert recolored(pixels, [0, 0.25, 0, 0, 0.9, 0.1, 0.9, 0.9])[0, 0, 0] == 75  # times 0.75
     assert torch.equal(recolored(pixels, [0, 0, 0.9, 0.9, 0.9, 0.9, 0.1, 0.1]), pixels)  # gray has neither
+    red = torch.zeros(3, 2, 2, dtype=torch.uint8)
+    red[0] = 255
+    assert recolored(red, [0, 0, 0, 1, 0.9, 0.9, 0.9, 0.1])[:, 0, 0].tolist() == [255, 153, 0]  # a tenth of the circle
+    assert recolored(red, [0, 0, 0, 0, 0.9, 0.9, 0.1, 0.9])[:, 0, 0].tolist() == [166, 38, 38]  # half of the saturation
 
 
 class Shown(torch.nn.Module):

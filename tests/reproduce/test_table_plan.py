@@ -9,7 +9,7 @@ import pytest
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.protocols import RVT
 from vitadel.papers.paper_documents import PAPERS, find_item, read_paper
-from vitadel.reproduce.dry_run import DryRun
+from vitadel.reproduce.dry_run import DryRun, _classes
 from vitadel.reproduce.jobs import TableRequest, table_jobs
 from vitadel.reproduce.table_plan import plan_table, plan_text, summaries
 from vitadel.training.recipes.compose import compose
@@ -92,6 +92,22 @@ def test_what_cannot_be_built_is_found_in_the_plan(table, changed, said):
     wrong = replace(job, training=replace(job.training, overrides=changed))
     with pytest.raises(UserError, match=said):
         plan_table(replace(jobs, jobs=(wrong,)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "classes"),
+    [
+        ("cifar10@train", 10),
+        ("imagenet:data/imagenet@train", 1000),
+        ("imagenet:data/imagenet(classes=light-recipe)@train", 100),
+        ("imagenet:data/imagenet(classes=7,seed=0)", 7),
+        ("shapes(size=16,texture=8/255,faintest=1)@train", 10),
+        ("caltech101@train", 102),
+        ("folder:data/cifar100", 100),
+    ],
+)
+def test_heads_have_as_many_classes_as_the_data(spec, classes):
+    assert _classes(spec) == classes
 
 
 def test_an_attack_that_looks_inside_a_cnn_is_found_in_the_plan():

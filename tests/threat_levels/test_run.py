@@ -450,6 +450,7 @@ def test_white_box_attacks_are_those_of_t6():
         ({"public": ("pgd-3",), "levels": ("T6",)}, "--public pgd-3 is for T2, which is not among --levels"),
         ({"white_box": ("pgd-3", "fgsm"), "levels": ("T2",)}, "--white-box pgd-3,fgsm is for T6.*--levels T2: add T6"),
         ({"guess": (5, 0)}, "--guess is a list of numbers of tokens, each at least 1 and none twice; got 5,0"),
+        ({"guess": (1, 5, 20)}, "names 3 numbers of tokens, and --surrogates 2 sets .* give --surrogates 3"),
         ({"guess": (5,), "levels": ("T6",)}, "--guess 5 is for attackers who train tokens .T3, T4. or fit them .T7."),
         ({"white_box": ("patch-fool",)}, "its own threat model"),
         ({"white_box": ("eot:2+aas+pgd-3",)}, "needs calibration images"),

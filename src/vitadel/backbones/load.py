@@ -368,7 +368,8 @@ def _open_timm_file(name: str, path: Path, options: _Options) -> tuple[nn.Module
                 f"'{path}' holds '{own.name}' by its own record, not '{name}'. Give the file itself as MODEL."
             )
         stored = {key: value for key, value in own.kwargs.items() if key not in DROP_RATES}
-        if options.building and json.dumps(options.building, sort_keys=True) != json.dumps(stored, sort_keys=True):
+        given, recorded = (json.dumps(each, sort_keys=True, default=repr) for each in (options.building, stored))
+        if options.building and given != recorded:
             raise UserError(f"'{path}' was built with {stored} by its own record, not with {options.building}.")
         return _parts_of(load_classifier(path, options.dropping))
     checkpoint = read_checkpoint(path)

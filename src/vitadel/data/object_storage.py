@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,16 @@ from fsspec.utils import get_protocol
 
 from vitadel.errors import UserError
 
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "abfs": "adlfs", "az": "adlfs"}
+_PACKAGES = {
+    "https": "aiohttp",
+    "http": "aiohttp",
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "abfs": "adlfs",
+    "az": "adlfs",
+}
 _COPIES, _VERSIONS = "remote", ".versions"
 
 
@@ -31,9 +40,11 @@ def local_copy(url: str, root: Path) -> str:
     storage = _open_storage(url, protocol)
     home = root / _COPIES / protocol
     try:
-        files = [path for pattern in braceexpand(f"{protocol}://{rest}") for path in _files(storage, pattern)]
-        for path in dict.fromkeys(files):
+        patterns = list(braceexpand(f"{protocol}://{rest}"))
+        files = dict.fromkeys(path for pattern in patterns for path in _files(storage, pattern))
+        for path in files:
             _copy(storage, path, home / path.lstrip("/"), root / _COPIES / _VERSIONS / protocol / path.lstrip("/"))
+        _remove_others(storage, patterns, home, {home / path.lstrip("/") for path in files})
     except UserError:
         raise
     except Exception as error:  # every storage has exceptions of its own
@@ -70,9 +81,19 @@ def _files(storage: Any, pattern: str) -> Iterator[str]:
         raise UserError(f"nothing matches '{pattern}' in the storage; check the name, and that you may list it")
 
 
+def _remove_others(storage: Any, patterns: Iterable[str], home: Path, copies: set[Path]) -> None:
+    """Remove copies of files that the storage no longer has; other processes' unfinished ones are hidden files."""
+    for pattern in patterns:
+        local = home / str(storage._strip_protocol(pattern)).lstrip("/")
+        for file in map(Path, _files(fsspec.filesystem("file"), str(local.absolute()))):
+            if not file.name.startswith(".") and file not in {copy.absolute() for copy in copies}:
+                file.unlink(missing_ok=True)
+
+
 def _copy(storage: Any, path: str, copy: Path, version_file: Path) -> None:
     """Copy one file unless the copy is of this version; several processes may do so at once."""
-    version = str(storage.ukey(path))
+    # For HTTP, fsspec's own key is the address alone; size and ETag tell more.
+    version = str(storage.info(path) if "http" in str(storage.protocol) else storage.ukey(path))
     if copy.is_file() and version_file.is_file() and version_file.read_text() == version:
         return
     sys.stderr.write(f"copying {path} ({storage.size(path) or 0:,} bytes) to {copy}\n")

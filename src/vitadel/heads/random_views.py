@@ -29,7 +29,7 @@ _AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of torchvision's RandomResizedCro
 _TRIALS = 10
 _SCALES = (0.5, 2.0)  # of the shorter side, in units of the crop
 _MOST_OF_ONE = 0.75  # of a crop's pixels: with more of one class another crop is drawn
-_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = 32 / 255, (0.5, 1.5), (0.5, 1.5), 18 / 360
+_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = 32 / 255, (0.5, 1.5), (0.5, 1.5), 18 / 180  # OpenCV's circle has 180
 
 
 @dataclass(frozen=True, eq=False)

@@ -364,6 +364,11 @@ def open_mask_job(recipe: ProbeRecipe, base: FrozenModel, root: str | Path | Non
     if size is None:
         raise UserError("the model names no input size; give data.size, [height, width]")
     _check_size(model, size)
+    if section.stride is not None and section.stride > min(size):
+        raise UserError(
+            f"data.stride is {section.stride} and windows have {size[0]} x {size[1]} pixels, so some pixels would be "
+            f"in none of them; give at most {min(size)}"
+        )
     options: dict[str, Any] = {"classes": section.classes, "void": section.void, "from_one": section.from_one}
     train, test = (open_masked(spec, root=root, **options) for spec in (section.train, section.test))
     seed, cut = recipe.train.seed, ResizeCrop(size, model.record.interpolation)

@@ -29,7 +29,7 @@ from vitadel.training.run import make_optimizer
 from vitadel.training.starting_model import starting_model
 from vitadel.training.trainables.tora_parts import ToraParts
 
-_CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet": 1000, "imagenet100": 100, "shapes": 10}
+_CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet": 1000, "shapes": 10, "flowers102": 102, "caltech101": 102}
 _OTHER_CLASSES = 100  # of other data, until it is opened; only the size of the head depends on it
 _SIDE = 32  # pixels, for models that take images of any size
 
@@ -131,8 +131,11 @@ def _without_numbers(name: str) -> AbstractContextManager[object]:
 
 def _classes(spec: str) -> int:
     chosen = re.search(r"classes=(\d+)", spec)
-    name = re.split(r"[@(]", spec.rpartition("/")[2] or spec)[0].partition(":")[0]
-    return int(chosen[1]) if chosen else _CLASSES.get(name, _OTHER_CLASSES)
+    if chosen or "classes=light-recipe" in spec:  # the thesis' own hundred classes
+        return int(chosen[1]) if chosen else 100
+    place = re.split(r"[@(]", spec)[0]
+    kind, _, path = place.partition(":")
+    return _CLASSES.get(kind, _CLASSES.get(path.rpartition("/")[2], _OTHER_CLASSES))
 
 
 def _tried(model: nn.Module, classifier: Classifier, classes: int | None) -> Built:

@@ -182,7 +182,7 @@ def _summarize(
         "query": request.query,
         "attention": row.attention.name if len(rows) == 1 else f"{len(rows)} attentions",
         "heads": row.attention.heads,
-        "grid": list(row.grid),
+        "grid": list(max((each.grid for each in rows), key=math.prod)),
         "fooled": share(int(groups["fooled"].sum()), int(correct.sum()), "fooled", "success"),
         "cosine": {name: _spread(each) | histogram(each, edges) for name, each in over_heads.items()},
         "by_outcome": {

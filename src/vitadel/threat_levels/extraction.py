@@ -19,13 +19,10 @@ from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.instrument.tokens import token_width
-from vitadel.threat_levels.levels import Head
+from vitadel.threat_levels.levels import GUESSED, Head
 
 EXPOSED = ("features", "scores")
 """What a victim may expose: class and patch tokens, or logits."""
-
-GUESSED = 10
-"""How many tokens an attacker assumes who does not know the number: the paper's."""
 
 
 @dataclass(frozen=True, eq=False)

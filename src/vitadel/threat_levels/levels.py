@@ -26,7 +26,8 @@ RELEASED_EPS = 8 / 255
 RELEASED_PIXELS = 2 / 255
 """The most that it can change a pixel: 1.83 gray levels, floored to whole ones."""
 
-_GUESSED = 10  # random tokens to craft beside, as many as in the paper: the victim's number is a secret
+GUESSED = 10
+"""How many tokens an attacker assumes who does not know the number: the paper's."""
 _TUNED = 4  # times as many steps for the transfer attack, whose gradients are those of random inputs
 
 
@@ -163,7 +164,7 @@ def _all_attacks(
         yield LevelAttack("T2", f"{name}, public", public, _named(name), in_pixels=_in_pixels(name))
     tuned = _TUNED * steps
     yield LevelAttack(
-        "T2+", f"diverse-{tuned} beside random tokens", public, _named(f"diverse-{tuned}(tokens={_GUESSED})")
+        "T2+", f"diverse-{tuned} beside random tokens", public, _named(f"diverse-{tuned}(tokens={GUESSED})")
     )
     yield LevelAttack("T2+", f"pna-patchout, {steps} steps", public, _named(f"pna-patchout(steps={steps},decay=1)"))
     for number, surrogate in enumerate(assets.surrogates, start=1):

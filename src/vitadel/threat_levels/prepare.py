@@ -24,13 +24,12 @@ from vitadel.runtime.run_folder import RunFolder
 from vitadel.threat_levels.controls import untrained_controls
 from vitadel.threat_levels.extraction import (
     EXPOSED,
-    GUESSED,
     Extracted,
     extract_tokens,
     read_extracted,
     save_extracted,
 )
-from vitadel.threat_levels.levels import NEED_TOKENS, AttackerAssets
+from vitadel.threat_levels.levels import GUESSED, NEED_TOKENS, AttackerAssets
 from vitadel.threat_levels.request import TOKEN_SETS, ThreatLevelsRequest
 from vitadel.threat_levels.token_training import TokenRecipe, TokenTraining, Trainer, control_changes, read_recipe
 from vitadel.training.recipes.check import read_data_spec

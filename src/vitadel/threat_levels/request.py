@@ -119,6 +119,13 @@ class ThreatLevelsRequest(RunRequest):
                 "--levels, and for T3 and T4 give --surrogates as a number"
             )
 
+        trained = self.to_train("surrogates")
+        if 0 < trained < len(self.guess):
+            raise UserError(
+                f"--guess names {len(self.guess)} numbers of tokens, and --surrogates {trained} sets are trained, so "
+                f"some would not be tried: give --surrogates {len(self.guess)}"
+            )
+
     def to_train(self, sets: str) -> int:
         """How many "surrogates", or sets of the "bank", the chosen levels need that are not in files."""
         wanted = getattr(self, sets)

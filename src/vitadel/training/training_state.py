@@ -180,8 +180,9 @@ def save_checkpoint(state: TrainingState, optimizer: Any, accelerator: Accelerat
             "best_epoch": state.best_epoch,
             "stopped": state.stopped,
         }
-        write_checkpoint(state.folder, checkpoint, secret=state.recipe.adapter.secret)
+        # Before the checkpoint: after the last one nothing would write it again.
         write_json(state.folder / TIME, {"device_hours": state.hours, "processes": state.processes.count})
+        write_checkpoint(state.folder, checkpoint, secret=state.recipe.adapter.secret)
     state.processes.wait()
 
 

@@ -86,8 +86,10 @@ def _tables(found: Results) -> list[Table]:
 
 def _remarks(found: Results) -> list[str]:
     rows, columns = found["grid"]
+    most = "at most " if found.get("each_block") else ""  # blocks may differ
+    heads = "" if most else f"; {found['heads']} heads"
     return [
-        f"The row of {_query(found)} over all tokens, of which {rows} x {columns} are patches; {found['heads']} heads. "
+        f"The row of {_query(found)} over all tokens, of which {most}{rows} x {columns} are patches{heads}. "
         "Rows of unrelated images are similar, too: only differences between their cosine and 1 are informative."
     ]
 
