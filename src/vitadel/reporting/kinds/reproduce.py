@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitadel.quantities import listed
-from vitadel.reporting.figures import COLORS, Picture, add_legend, new_figure, style_axes
+from vitadel.reporting.figures import COLORS, Picture, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
 from vitadel.reporting.tables import Cell, Column, Table, size_cells
@@ -162,16 +162,18 @@ def _draw(found: Mapping[str, Any]) -> Picture | None:
     rows = [row for row in found["rows"] if any(row["cells"][place]["ours"] is not None for place, _ in shown)]
     if not shown or not rows:
         return None
-    with new_figure(90 + 26 * len(rows)) as figure:
+    height = 70 + 30 * len(rows)
+    bottom, top = 50 / height, 1 - 8 / height  # room for the names of the columns
+    with new_figure(height) as figure:
         width, left = 0.8 / len(shown), 0.18
         for number, (place, column) in enumerate(shown):
-            axes = figure.add_axes((left + number * width, 0.2, width - 0.02, 0.74), ylim=(len(rows) - 0.5, -0.5))
+            axes = figure.add_axes(
+                (left + number * width, bottom, width - 0.02, top - bottom), ylim=(len(rows) - 0.5, -0.5)
+            )
             _draw_panel(axes, [row["cells"][place] for row in rows])
             axes.set_yticks(range(len(rows)), [row["row"] for row in rows] if number == 0 else [""] * len(rows))
             axes.set_xlabel(f"{column['title']}, %")
             style_axes(axes)
-            if number == 0:
-                add_legend(axes, fontsize=8)
     return Picture("reproduced", figure, f"Paper and ours, {listed([column['title'] for _, column in shown])}.")
 
 
@@ -184,14 +186,13 @@ def _draw_panel(axes: Any, cells: Sequence[Mapping[str, Any]]) -> None:
         "o",
         markerfacecolor="none",
         color=COLORS["muted"],
-        label="paper",
     )
     reach = [
         [max(0.0, cell["ours"] - cell["ci95"][0]) if cell["ci95"] else 0.0 for _, cell in ours],
         [max(0.0, cell["ci95"][1] - cell["ours"]) if cell["ci95"] else 0.0 for _, cell in ours],
     ]
     values, places = [cell["ours"] for _, cell in ours], [place for place, _ in ours]
-    axes.errorbar(values, places, xerr=reach, fmt="s", markersize=4, color=COLORS["worst"], capsize=2, label="ours")
+    axes.errorbar(values, places, xerr=reach, fmt="s", markersize=4, color=COLORS["worst"], capsize=2)
 
 
 KIND = Kind(_sentence, _sections, trust=lambda run: None, one_budget=False)
