@@ -10,7 +10,6 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import Linf
 from vitadel.data.batches import Batch
 from vitadel.evaluation.engine.run import (
@@ -31,10 +30,10 @@ from vitadel.runtime.distributed import Processes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.statistics import bootstrap_mean
 from vitadel.threat_levels.feature_cosines import COSINES_FILE, cosine_columns, cosines_table, measured_cosines
-from vitadel.threat_levels.levels import LEVELS, RELEASED_EPS, AttackerAssets, LevelAttack, level_attacks
+from vitadel.threat_levels.levels import RELEASED_EPS, AttackerAssets, LevelAttack, level_attacks
 from vitadel.threat_levels.prepare import find_victim
 from vitadel.threat_levels.request import ThreatLevelsRequest
-from vitadel.threat_levels.table import attack_name
+from vitadel.threat_levels.table import attack_name, fields_of
 from vitadel.threat_levels.token_training import read_recipe
 
 SUITE = "feature-levels"
@@ -94,16 +93,9 @@ def run_feature_levels(
 
 
 def _row(attack: LevelAttack, eps: float, records: list[BatchRecord]) -> dict[str, Any]:
-    settings, columns = settings_of(attack.attack(eps)), cosine_columns(records)
+    columns = cosine_columns(records)
     return {
-        "level": attack.level,
-        "title": LEVELS[attack.level].title,
-        "knows": LEVELS[attack.level].knows,
-        "attack": attack.name,
-        "eps": eps,
-        "eps_text": quantity_text(eps) if attack.in_pixels else settings["effective_eps"],
-        "in_pixels": attack.in_pixels,
-        "settings": settings,
+        **fields_of(attack, eps),
         "n": len(next(iter(columns.values()))),
         "cosines": {
             name: {

@@ -25,6 +25,21 @@ from vitadel.threat_levels.request import ThreatLevelsRequest
 from vitadel.threat_levels.sanity import findings_about_order
 
 
+def fields_of(attack: LevelAttack, eps: float) -> dict[str, Any]:
+    """What is reported of an attack at a budget, whatever it is judged by."""
+    settings = settings_of(attack.attack(eps))
+    return {
+        "level": attack.level,
+        "title": LEVELS[attack.level].title,
+        "knows": LEVELS[attack.level].knows,
+        "attack": attack.name,
+        "eps": eps,
+        "eps_text": quantity_text(eps) if attack.in_pixels else settings["effective_eps"],
+        "in_pixels": attack.in_pixels,
+        "settings": settings,
+    }
+
+
 def attack_name(row: Mapping[str, Any]) -> str:
     """The name of one attack at one budget in results and columns of samples."""
     units = "" if row["in_pixels"] else " normalised"
@@ -96,16 +111,8 @@ class ThreatLevelTable:
         return left
 
     def _row(self, attack: LevelAttack, eps: float, records: Sequence[BatchRecord], robust: Tensor) -> dict[str, Any]:
-        settings = settings_of(attack.attack(eps))
         return {
-            "level": attack.level,
-            "title": LEVELS[attack.level].title,
-            "knows": LEVELS[attack.level].knows,
-            "attack": attack.name,
-            "eps": eps,
-            "eps_text": quantity_text(eps) if attack.in_pixels else settings["effective_eps"],
-            "in_pixels": attack.in_pixels,
-            "settings": settings,
+            **fields_of(attack, eps),
             **_accuracy(robust),
             "cosines": {name: float(values.mean()) for name, values in cosine_columns(records).items()},
             **costs_of(records),

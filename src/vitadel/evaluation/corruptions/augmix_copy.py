@@ -20,10 +20,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import AugMix
 
-from vitadel.data import balanced_subset, check_labels
 from vitadel.data.batches import skip_advice
 from vitadel.errors import UserError, check_known
-from vitadel.evaluation.corruptions.corrupted_copy import encoded, samples_left_out
+from vitadel.evaluation.corruptions.corrupted_copy import encoded, images_to_copy, samples_left_out
 from vitadel.evaluation.engine.expected_time import Trial
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, result_header
 from vitadel.evaluation.engine.target import sample_fingerprint
@@ -55,14 +54,10 @@ def write_augmix_copy(
     source: Source, spec: str, request: AugmixCopyRequest, processes: Processes, **options: Unpack[RunOptions]
 ) -> Outcome:
     """Write the copies into a run folder, below one folder per class; files that are there are not written again."""
-    labels = source.labels()
-    mislabeled = check_labels(source, len(source.classes), skip_bad=request.skip_bad)
-    bad = {sample.index for sample in mislabeled}
-    rows = torch.tensor([row for row in range(len(labels)) if row not in bad], dtype=torch.int64)
-    indices = balanced_subset(labels[rows], request.limit, request.seed, rows)
+    indices, mislabeled = images_to_copy(source, request)
     settings = {
         "data": spec,
-        "data_fingerprint": sample_fingerprint(indices, labels),
+        "data_fingerprint": sample_fingerprint(indices, source.labels()),
         **dataclasses.asdict(request),
         "augmentation": "augmix",
     }

@@ -21,7 +21,7 @@ from torch import Tensor
 from vitadel.backbones.record import LARGEST_SIDE
 from vitadel.corruptions import COMMON, SEVERITIES, corrupt
 from vitadel.data import balanced_subset, check_labels, read_batches
-from vitadel.data.batches import Batch, Preprocess, skipped
+from vitadel.data.batches import BadSample, Batch, Preprocess, skipped
 from vitadel.data.sources.folders import ImageFiles
 from vitadel.errors import UserError, check_known
 from vitadel.evaluation.corruptions.request import check_corruptions, check_severities
@@ -89,15 +89,21 @@ def usable_corruptions(asked: Sequence[str] | None, size: tuple[int, int]) -> tu
     return tuple(name for name in (COMMON if asked is None else asked) if name not in reasons), reasons
 
 
+def images_to_copy(source: Source, request: RunRequest) -> tuple[Tensor, tuple[BadSample, ...]]:
+    """The indices of the images, and those left out because of their labels."""
+    labels = source.labels()
+    mislabeled = check_labels(source, len(source.classes), skip_bad=request.skip_bad)
+    bad = {sample.index for sample in mislabeled}
+    rows = torch.tensor([row for row in range(len(labels)) if row not in bad], dtype=torch.int64)
+    return balanced_subset(labels[rows], request.limit, request.seed, rows), mislabeled
+
+
 def write_copy(
     source: Source, spec: str, request: CorruptedCopyRequest, processes: Processes, **options: Unpack[RunOptions]
 ) -> Outcome:
     """Write the copy into a run folder; files that are already there are not written again."""
     labels = source.labels()
-    mislabeled = check_labels(source, len(source.classes), skip_bad=request.skip_bad)
-    bad = {sample.index for sample in mislabeled}
-    rows = torch.tensor([row for row in range(len(labels)) if row not in bad], dtype=torch.int64)
-    indices = balanced_subset(labels[rows], request.limit, request.seed, rows)
+    indices, mislabeled = images_to_copy(source, request)
     _refuse_shared_files(source, indices, request.format)
     preprocess = benchmark_preprocess(source, request.size)
     names, reasons = usable_corruptions(request.corruptions, preprocess.shape)
