@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from run_folders import write_run
-from vitadel.reporting.audit_figures import draw_accuracies, draw_classes, draw_examples, extreme_classes
+from vitadel.reporting.audit_figures import ClassScore, draw_accuracies, draw_classes, draw_examples, extreme_classes
 from vitadel.reporting.figures import COLORS, Picture
-from vitadel.reporting.read_runs import ClassScore, Run, read_run
+from vitadel.reporting.read_runs import Run, read_run
 from vitadel.statistics import wilson
 
 HALF = [True, False] * 20
