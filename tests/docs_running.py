@@ -232,6 +232,8 @@ def _sizes(context: typer.Context) -> list[str]:
         value = context.params.get(option.name)
         if option.name == "within" and value is None:  # a kind of audit, not a size that every audit has
             continue
+        if option.name == "severities" and context.params.get("augmix"):  # has none
+            continue
         most: Any = FLAGS.get(f"{context.info_name}.{option.name}", FLAGS.get(option.name))
         if most is None and type(value) is int and value > MOST:
             most = MOST

@@ -105,7 +105,8 @@ def test_several_token_files_are_a_bank(files):
 
 def test_files_that_make_no_bank_are_reported(files, tmp_path):
     with pytest.raises(
-        UserError, match=r"must have one placement, but '\S+a\.safe\S+' has prefix and '\S+elsewhere\S+ app"
+        UserError,
+        match=r"must have one placement, but '\S+a\.safe\S+' has prefix, layers \[0\] and '\S+elsewhere\S+ app",
     ):
         open_model(ZOO, tokens=f"{files[0]},{files[2]}")
     with pytest.raises(UserError, match="hold the same tokens: a bank needs different sets"):

@@ -123,7 +123,7 @@ def test_a_perfect_model_has_no_error(monkeypatch):
 def test_one_forward_per_image_corruption_and_severity():
     model = Brightness()
     run(model, severities=(2, 3, 4))
-    assert model.seen == 40 * (1 + 3 * 3)
+    assert model.seen == 40 * (1 + 3 * 3) + 1  # and one image to count multiply-adds
 
 
 def test_a_model_that_always_flips(monkeypatch):
@@ -211,7 +211,7 @@ def test_interrupted_and_resumed_it_comes_to_the_same_without_doing_it_again(tmp
     again = Brightness()
     resumed = run(again, batch_size=8, out=out, resume=True)
     assert resumed["corruptions"] == whole["corruptions"]
-    assert again.seen == 40 * (1 + 3 * 5) - 40 - 5 * 16  # two batches of eight were done
+    assert again.seen == 40 * (1 + 3 * 5) - 40 - 5 * 16 + 1  # two batches of eight were done; one counts multiply-adds
     with pytest.raises(UserError, match="started with different settings"):
         run(Brightness(), batch_size=8, out=out, resume=True, severities=(1,))
 

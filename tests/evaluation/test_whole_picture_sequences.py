@@ -50,7 +50,10 @@ def folder(tmp_path_factory):
 
 @cache
 def frames_of(folder, name: str) -> dict[str, np.ndarray]:
-    """Frames (frames, height, width, 3) of either picture, as the model got them; the first pass is of clean images."""
+    """Frames (frames, height, width, 3) of either picture, as the model got them.
+
+    The first pass is of clean images, and the last one counts multiply-adds.
+    """
     model = Recorder()
     corruptions(
         wrap(model, input_size=224),
@@ -59,7 +62,7 @@ def frames_of(folder, name: str) -> dict[str, np.ndarray]:
         perturbations=(name,),
         device="cpu",
     )
-    frames = torch.cat(model.seen[1:]).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+    frames = torch.cat(model.seen[1:-1]).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
     length = {"translate": 41}.get(name, 31)
     assert len(frames) == 2 * length
     # Two pictures fit into a batch of 64, so frames of both come in turn.

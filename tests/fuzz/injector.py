@@ -177,9 +177,10 @@ def _work(words: Sequence[str], injector: Injector, inputs: Path, errors: Path, 
 
 
 def timeless(value: Any) -> Any:
-    """Results without the fields that hold measured times: `seconds`, and those that start with `seconds_`."""
+    """Results and checkpoints without the fields that hold measured times."""
     if isinstance(value, dict):
-        kept = {key: entry for key, entry in value.items() if key != "seconds" and not key.startswith("seconds_")}
+        times = ("seconds", "hours", "device_hours")
+        kept = {key: entry for key, entry in value.items() if key not in times and not str(key).startswith("seconds_")}
         return {key: timeless(entry) for key, entry in kept.items()}
     return [timeless(entry) for entry in value] if isinstance(value, list) else value
 
@@ -198,11 +199,11 @@ def outcome(folder: Path) -> dict[str, bytes]:
     found = {}
     for path in (path for path in folder.rglob("*") if path.is_file() and path.name != "report.html"):
         content = path.read_bytes()
-        if path.name in ("results.json", "command.json"):
+        if path.name in ("results.json", "command.json", "time.json"):
             document = json.loads(content)
             document.pop("argv", None)
             content = json.dumps(timeless(document), indent=2).encode()
         elif path.name == "checkpoint.pt":  # equal values may be pickled with other references between them
-            content = _values(torch.load(io.BytesIO(content), weights_only=True)).encode()
+            content = _values(timeless(torch.load(io.BytesIO(content), weights_only=True))).encode()
         found[str(path.relative_to(folder))] = content
     return found

@@ -178,13 +178,13 @@ def test_attacks_that_study_the_model_are_made_ready_on_its_own_data() -> None:
 
 @pytest.mark.parametrize("report", [None, lambda *_: None])
 def test_a_study_is_bounded_too(monkeypatch: pytest.MonkeyPatch, report: ReportProgress | None) -> None:
-    # 8 images, once as they are and three times on the way
+    # 8 images, once for saturated attention, once as they are and three times on the way
     form = AttackForm("aas(images=8,steps=3,search=ascent,select=false)+fgsm")
-    monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 32)
+    monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 40)
     prepare_attack(opened(), form, 0, report)
-    monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 31)
+    monkeypatch.setattr("vitadel.playground.craft.MOST_PASSES", 39)
     beyond = opened()
-    with pytest.raises(UserError, match=r"calibrates with more than 31 passes.*Use fewer images or steps"):
+    with pytest.raises(UserError, match=r"calibrates with more than 39 passes.*Use fewer images or steps"):
         prepare_attack(beyond, form, 0, report)
     assert not beyond.target.model._forward_hooks
 
