@@ -64,8 +64,8 @@ def are_numbers(names: Sequence[str]) -> bool:
 
 
 def can_diagnose(norm: str, eps: float) -> bool:
-    """Whether `diagnose` accepts a budget: above 0, and in linf too small to make every image gray."""
-    return eps > 0 and not (norm == "linf" and eps >= 0.5)
+    """Whether `diagnose` accepts a budget: above 0, in linf too small to make every image gray, and not in l0."""
+    return eps > 0 and norm != "l0" and not (norm == "linf" and eps >= 0.5)
 
 
 @dataclass(frozen=True)

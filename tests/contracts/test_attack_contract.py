@@ -24,7 +24,7 @@ from vitadel.attacks import make
 from vitadel.attacks.losses import margin
 from vitadel.attacks.parse import needs_known_family, read_attack_name
 from vitadel.attacks.registry import ATTACKS, PREFIXES
-from vitadel.attacks.threats import NORMS, make_threat
+from vitadel.attacks.threats import make_threat
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes, rules_of
@@ -32,7 +32,7 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated, Threat
 from vits import VITS, make_vit
 
-BUDGETS = {"linf": 8 / 255, "l2": 0.5, "l1": 3.0}
+BUDGETS = {"linf": 8 / 255, "l2": 0.5, "l1": 3.0, "l0": 12.0}
 SHORT = {
     "square": "square(queries=300)",
     "autoattack": "autoattack(steps=6,targets=2,queries=50)",
@@ -63,10 +63,18 @@ SHORTER = {  # on models of other libraries, which cost more
 }
 NAMES = [SHORT.get(name, f"{name}-6" if "steps" in entry.settings else name) for name, entry in ATTACKS.items()]
 NAMES += ["pgd-6(restarts=3)", "gama-6(guide=init)", *(f"{AROUND[name]}+pgd-6" for name in PREFIXES)]
-EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in NORMS]
+
+Case = Any  # what pytest.param gives
+
+
+def norms_of(name: str) -> tuple[str, ...]:
+    return ATTACKS[read_attack_name(name).base].norms
+
+
+EVERYTHING = [pytest.param(name, norm, id=f"{name} {norm}") for name in NAMES for norm in norms_of(name)]
 # Where no geometry is involved, one norm proves as much as three; where it is, attacks that only put another loss or
 # wrapper around PGD's geometry prove nothing that PGD does not.
-EVERY_NAME = [pytest.param(name, "linf", id=name) for name in NAMES]
+EVERY_NAME = [pytest.param(name, norms_of(name)[0], id=name) for name in NAMES]
 OWN_GEOMETRY = (
     "fgsm",
     "pgd-6",
@@ -75,6 +83,9 @@ OWN_GEOMETRY = (
     "apgd-ce",
     "apgd-t",
     "fab-6",
+    "ddn",
+    "fmn",
+    "superdeepfool",
     "square",
     "noise",
     "autoattack-fast",
@@ -83,12 +94,11 @@ EVERY_GEOMETRY = [each for each in EVERYTHING if each.values[1] == "linf" or eac
 QUERYING = [each for each in EVERY_NAME if each.values[0] != "noise"]  # which never calls the model
 NOISE = ("noise", "patches-random")  # are noise themselves
 LUCK = (*NOISE, "square", "features", "patches-learned")  # follow no gradient of the label: may miss a dozen images
-DETERMINISTIC = ("fgsm", "mi-fgsm-6", "fab-6", "fab-t-6", "self-ensemble-6")  # start at the clean image
+DETERMINISTIC = ("fgsm", "mi-fgsm-6", "fab-6", "fab-t-6", "self-ensemble-6", "ddn-6", "fmn-6", "deepfool-6")
+DETERMINISTIC += ("superdeepfool-6",)  # all of which start at the clean image
 CLASSES = 3
 COPIES = 12  # of a batch, at once, besides what the model itself needs
 
-
-Case = Any  # what pytest.param gives
 
 _TURNS = count()
 MET: list[tuple[str, str]] = []  # attack and model of the other libraries
@@ -100,7 +110,7 @@ def everywhere(own: Sequence[Case]) -> pytest.MarkDecorator:
     for library in one_of_each_family(turn // 2)[turn % 2 :: 2]:
         names = [name for name in dict.fromkeys(each.values[0] for each in own) if runs_on(name, library)]
         name = min(names, key=[met for met, _ in MET].count)  # the one that was met least
-        cases.append(pytest.param(SHORTER.get(name, name), "linf", library, id=f"{name} {library}"))
+        cases.append(pytest.param(SHORTER.get(name, name), norms_of(name)[0], library, id=f"{name} {library}"))
         MET.append((name, library))
     return pytest.mark.parametrize(("name", "norm", "library"), cases)
 
@@ -339,7 +349,7 @@ def test_pixels_outside_the_box_are_refused(name, norm, model, batch):
 
 
 @pytest.mark.slow
-@everywhere(EVERY_GEOMETRY)
+@everywhere([each for each in EVERY_GEOMETRY if each.values[1] != "l0"])  # where one value can be enough
 def test_costs_no_more_than_it_says(name, norm, library):
     model, x = model_for(name, library, 10), images_for(name, library, 6)
     with torch.no_grad():

@@ -103,7 +103,8 @@ class FAB:
         """One run from `z`: the smallest adversarial point and its size, no larger than the given ones."""
         place = torch.arange(len(x), device=x.device)  # of the samples not fooled yet
         for _ in range(self.steps):
-            z = self._step(x, z, *_nearest_boundary(model, z, y, classes, dual_order(self.threat)))
+            gap, slope, _ = nearest_boundary(model, z, y, classes, dual_order(self.threat))
+            z = self._step(x, z, gap, slope)
             wrong = fooled(model, z, model(z), y)
             length = self.threat.size(z, x)
             better = wrong & (length < size[place])
@@ -136,8 +137,10 @@ class FAB:
         return runs * self.steps * gradients, runs * self.steps + 1
 
 
-def _nearest_boundary(model: nn.Module, z: Tensor, y: Tensor, classes: Tensor, dual: float) -> tuple[Tensor, Tensor]:
-    """The nearest of the linearized boundaries with `classes` (samples, number): (logit gap, its flat gradient).
+def nearest_boundary(
+    model: nn.Module, z: Tensor, y: Tensor, classes: Tensor, dual: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The nearest of the linearized boundaries with `classes` (samples, number): logit gap, its flat gradient, logits.
 
     Only the best gradient so far is kept: the Jacobian of a thousand classes would not fit into memory.
     """
@@ -156,7 +159,7 @@ def _nearest_boundary(model: nn.Module, z: Tensor, y: Tensor, classes: Tensor, d
             closer = distance < nearest
             nearest = torch.minimum(nearest, distance)
             gap, slope = torch.where(closer, here, gap), torch.where(closer[:, None], grad, slope)
-    return gap, slope
+    return gap, slope, output.detach()
 
 
 def to_hyperplane(points: Tensor, slope: Tensor, gap: Tensor, order: float) -> Tensor:

@@ -210,7 +210,10 @@ def make(
     With a `model`, the attack on it, which takes images and labels as those of torchattacks do.
     """
     name = read_attack_name(text)
-    attack = entry_of(name).create(make_threat(norm, read_quantity(eps, "eps")), **name.settings)
+    entry, threat = entry_of(name), make_threat(norm, read_quantity(eps, "eps"))
+    if norm not in entry.norms:
+        raise UserError(f"attack {name.base!r} works in {', '.join(entry.norms)}, not in {norm}; choose another --norm")
+    attack = entry.create(threat, **name.settings)
     for prefix, settings in reversed(name.prefixes):
         attack = PREFIXES[prefix].wrap(attack, **settings)
     return attack if model is None else partial(attack, model)

@@ -16,8 +16,11 @@ from vitadel.attacks.apgd import apgd_ce, apgd_dlr, apgd_t
 from vitadel.attacks.attention_scaling.aas import aas, aas_paper, scale
 from vitadel.attacks.autoattack.fast import AutoAttackFast
 from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, autoattack_rand
+from vitadel.attacks.ddn import ddn
+from vitadel.attacks.deepfool import deepfool, superdeepfool
 from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.features import features, released_attack
+from vitadel.attacks.fmn import fmn
 from vitadel.attacks.goals import FromClean, Gama, OnLogits
 from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.patch_fool import patch_fool
@@ -26,7 +29,7 @@ from vitadel.attacks.pgd import PGD
 from vitadel.attacks.random_noise import noise
 from vitadel.attacks.square import square
 from vitadel.attacks.steppers import Dropping, Fading, Filling, Momentum, Steepest, usual_length
-from vitadel.attacks.threats import L1
+from vitadel.attacks.threats import ALL_NORMS, L1, NORMS
 from vitadel.attacks.transfer.diverse_inputs import Diverse
 from vitadel.attacks.transfer.pna_patchout import PnaPatchOut
 from vitadel.attacks.transfer.self_ensemble import SelfEnsemble
@@ -143,7 +146,7 @@ class AttackEntry:
 
     `exact`: on a linear model it finds the boundary whenever the budget reaches it, which `vitadel selftest` checks.
     `needs_vit`: it refuses models whose attention or patches are not known. `adaptive`: most samples cost less than
-    the maximum that `passes` gives.
+    the maximum that `passes` gives. `norms`: those of the threats that it can be built with.
     """
 
     build: Callable[..., Attack]
@@ -151,6 +154,7 @@ class AttackEntry:
     exact: bool = True
     needs_vit: bool = False
     adaptive: bool = False
+    norms: tuple[str, ...] = (*NORMS,)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -206,6 +210,19 @@ ATTACKS: dict[str, AttackEntry] = {
     "apgd-t": AttackEntry(apgd_t, "APGD-T: Auto-PGD towards the most likely wrong classes (Croce & Hein 2020)"),
     "fab": AttackEntry(fab, "FAB: smallest perturbation across the decision boundary (Croce & Hein 2020)"),
     "fab-t": AttackEntry(fab_t, "FAB-T: FAB towards one wrong class at a time, cheaper for many classes"),
+    "ddn": AttackEntry(
+        ddn, "DDN: smallest L2 perturbation, direction and norm apart (Rony et al. 2019)", norms=("l2",)
+    ),
+    "fmn": AttackEntry(fmn, "FMN: fast minimum-norm attack, also in L0 (Pintor et al. 2021)", norms=(*ALL_NORMS,)),
+    "deepfool": _inexact(
+        deepfool, "DeepFool: steps to the nearest linearized boundary (Moosavi-Dezfooli et al. 2016)", adaptive=True
+    ),
+    "superdeepfool": AttackEntry(
+        superdeepfool,
+        "SuperDeepFool: DeepFool with returns to the shortest way (arXiv:2303.12481)",
+        adaptive=True,
+        norms=("l2",),
+    ),
     "square": _inexact(square, "Square: random search without gradients (Andriushchenko et al. 2020)"),
     "noise": _inexact(noise, "random noise of the size of the budget: a baseline, not an attack"),
     "diverse": _inexact(Diverse, "DI-MI-FGSM: MI-FGSM on resized and shifted inputs, for transfer (Xie et al. 2019)"),

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from vitadel.attacks.apgd import OverTargets
-from vitadel.attacks.threats import NORMS
+from vitadel.attacks.threats import ALL_NORMS
 from vitadel.attacks.wrappers import Restarts
 from vitadel.errors import UserError
 from vitadel.quantities import quantity_text
@@ -77,13 +77,13 @@ def at_eps(attack: Attack, eps: float) -> Attack:
     if not threats_in(attack):
         raise UserError(
             f"the eps of {type(attack).__name__} cannot be changed: none of its fields holds a threat "
-            f"({', '.join(NORMS)}). Make it a dataclass with a field `threat`."
+            f"({', '.join(ALL_NORMS)}). Make it a dataclass with a field `threat`."
         )
     return cast(Attack, _rebuild(attack, lambda part: _replace(part, eps=eps) if _is_threat(part) else part))
 
 
 def _is_threat(part: object) -> bool:
-    return type(part) in NORMS.values()
+    return type(part) in ALL_NORMS.values()
 
 
 def threats_in(attack: Attack) -> list[Threat]:

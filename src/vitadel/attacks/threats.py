@@ -20,7 +20,7 @@ from vitadel.types import Threat
 
 _TINY = 1e-12
 _HALF = (torch.float16, torch.bfloat16)  # so coarse that rounding alone can leave the ball
-_NEWTON_STEPS = 100  # about ten are used; see `_shift_to_budget`
+_NEWTON_STEPS = 100  # about ten are used; see `shift_to_budget`
 _WALL = 1e-5  # a pixel this close to 0 or 1 counts as 0 or 1: `_tightened` moves pixels by less
 
 
@@ -111,7 +111,7 @@ class L1:
         # The nearest point is sign(d) * clip(|d| - shift, 0, room), with the smallest shift >= 0 that fits the budget.
         delta, start = (z - x).flatten(1).double(), x.flatten(1).double()
         reach, room = delta.abs(), torch.where(delta > 0, 1 - start, start)
-        shift = _shift_to_budget(reach, room, self.eps)
+        shift = shift_to_budget(reach, room, self.eps)
         kept = torch.minimum((reach - shift[:, None]).clamp(min=0), room)
         return _rounded_towards(x, (start + kept * delta.sign()).view_as(x), kept.view_as(x))
 
@@ -136,8 +136,37 @@ class L1:
         return (z.double() - x.double()).flatten(1).abs().sum(1)
 
 
-def _shift_to_budget(reach: Tensor, room: Tensor, eps: float) -> Tensor:
-    """The smallest shift >= 0 with sum(clip(reach - shift, 0, room)) <= eps, one per row.
+@dataclass(frozen=True)
+class L0:
+    """At most `eps` values change, of all channels together, each by as much as the box allows."""
+
+    eps: float
+
+    def project(self, z: Tensor, x: Tensor) -> Tensor:
+        inside, start = z.clamp(0, 1).flatten(1), x.flatten(1)
+        change = (inside - start).abs()
+        largest = change.topk(min(int(self.eps), change.shape[1]), dim=1).indices
+        return start.scatter(1, largest, inside.gather(1, largest)).view_as(x)
+
+    def random(self, x: Tensor, rng: SampleRNG, surface: bool = False) -> Tensor:
+        start, count = x.flatten(1), math.prod(x.shape[1:])
+        chosen = rng.stream("l0 places").permutation(count)[:, : int(self.eps)]
+        values = rng.stream("l0 values").uniform(count).to(x.dtype)
+        return start.scatter(1, chosen, (values.round() if surface else values).gather(1, chosen)).view_as(x)
+
+    def ascent(self, grad: Tensor, z: Tensor) -> Tensor:
+        """One value, by the gradient, that the box lets change most."""
+        flat, place = grad.flatten(1), z.flatten(1)
+        gain = flat.abs() * torch.where(flat > 0, 1 - place, place)
+        best = gain.argmax(1, keepdim=True)
+        return torch.zeros_like(flat).scatter(1, best, flat.sign().gather(1, best)).view_as(grad)
+
+    def size(self, z: Tensor, x: Tensor) -> Tensor:
+        return (z != x).flatten(1).sum(1).double()
+
+
+def shift_to_budget(reach: Tensor, room: Tensor, eps: float | Tensor) -> Tensor:
+    """The smallest shift >= 0 with sum(clip(reach - shift, 0, room)) <= eps, one per row; `eps` may differ by row.
 
     The sum is a piecewise linear, decreasing function of the shift, so Newton's method finds the solution in about ten
     steps even for long rows; where it leaves the bracket of the solution, the bracket is halved.
@@ -166,12 +195,15 @@ def dual_order(threat: Threat) -> float:
 
 
 NORMS: dict[str, Callable[[float], Threat]] = {"linf": Linf, "l2": L2, "l1": L1}
+"""The norms that attacks support unless the registry says otherwise."""
+
+ALL_NORMS: dict[str, Callable[[float], Threat]] = NORMS | {"l0": L0}
 
 
 def make_threat(norm: str, eps: float) -> Threat:
     """The threat of a norm by name; refuses budgets that make no sense for pixels in [0, 1]."""
-    if norm not in NORMS:
-        raise unknown_name("norm", norm, NORMS)
+    if norm not in ALL_NORMS:
+        raise unknown_name("norm", norm, ALL_NORMS)
     if eps < 0:
         raise UserError(f"eps must not be negative, got {quantity_text(eps)}; pixels are in [0, 1], so try 8/255")
     if norm == "linf" and eps > 1:
@@ -179,4 +211,6 @@ def make_threat(norm: str, eps: float) -> Threat:
             f"eps {eps:g} is larger than the whole pixel range: pixels are in [0, 1] here, not in 0..255. "
             f"Did you mean {eps:g}/255?"
         )
-    return NORMS[norm](eps)
+    if norm == "l0" and eps != round(eps):
+        raise UserError(f"eps of l0 is a number of values that may change, so a whole number, got {quantity_text(eps)}")
+    return ALL_NORMS[norm](eps)

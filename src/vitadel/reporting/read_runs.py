@@ -22,7 +22,7 @@ from vitadel.runtime.safe_reading import ARRAY_ERRORS, check_regular_file, parse
 Table = Any  # pyarrow has no types
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
+_NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1", "l0": "L0"}
 _SAMPLE_COLUMNS = {
     **dict.fromkeys(("index", "label", "clean_prediction"), pa.types.is_integer),
     "clean_correct": pa.types.is_boolean,

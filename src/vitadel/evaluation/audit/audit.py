@@ -247,7 +247,7 @@ def _work_of_a_look(
 def check_request(target: Target, request: AuditRequest, indices: Tensor, device: torch.device) -> None:
     """Check that model, images and attacks go together, before anything long begins or is written."""
     pixels = 3 * math.prod(target.preprocess.shape)
-    widest = {"l2": math.sqrt(pixels), "l1": float(pixels)}.get(request.norm, math.inf)
+    widest = {"l2": math.sqrt(pixels), "l1": float(pixels), "l0": float(pixels)}.get(request.norm, math.inf)
     if request.eps >= widest:
         raise UserError(
             f"eps {request.eps:g} in {request.norm} lets every pixel become anything: pixels are in [0, 1], so the box "

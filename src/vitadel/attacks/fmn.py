@@ -1,0 +1,102 @@
+"""FMN: fast minimum-norm attack (Pintor et al. 2021, arXiv:2102.12827)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.goals import gradient
+from vitadel.attacks.losses import margin
+from vitadel.attacks.minimal_norm import (
+    ORDERS,
+    TINY,
+    Nearest,
+    check_settings,
+    cosine,
+    length_of,
+    project_to_radius,
+)
+from vitadel.attacks.per_sample import per_sample, takes_arrays
+from vitadel.backbones.classifier import check_pixels
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Threat
+
+_LAST_GAMMA = 0.001
+_DUALS = {math.inf: 1.0, 2.0: 2.0, 1.0: math.inf, 0.0: math.inf}
+
+
+@dataclass(frozen=True)
+class FMN:
+    """The smallest adversarial perturbation found, in Linf, L2, L1 or L0, if it is inside the budget.
+
+    Each step ascends the logit margin and projects to a ball of the sample's own radius. Before the first adversarial
+    point the radius reaches beyond the linearized boundary, by `gamma`; then it shrinks by the share `gamma` after an adversarial
+    point and grows by it after another one. `length` is the Euclidean length of the first step. With
+    `stop_when_fooled` a sample stops at its first adversarial point inside the budget; otherwise the search for a
+    smaller one continues.
+    """
+
+    threat: Threat
+    steps: int = 100
+    length: float = 1.0
+    gamma: float = 0.05
+    stop_when_fooled: bool = True
+
+    def __post_init__(self) -> None:
+        check_settings("FMN", self.threat, (*ORDERS,), steps=self.steps)
+
+    @takes_arrays
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        check_pixels(x)
+        x = x.detach()
+        if self.threat.eps == 0:
+            return x.clone()
+        order = ORDERS[type(self.threat)]
+        with frozen(model), torch.no_grad():
+            nearest = Nearest.start(self.threat, model, x, y, self.stop_when_fooled)
+            z, radius = x.clone(), x.new_full((len(x),), torch.inf if order else 1.0)
+            for turn in range(self.steps):
+                with torch.enable_grad():
+                    logits = model(z.requires_grad_())
+                    gap = margin(logits, nearest.y)
+                    grad = gradient(gap, z).detach()
+                z, gap = z.detach(), gap.detach()
+                wrong = nearest.record(z, logits.detach())
+                rows = nearest.rest()
+                if rows is not None:
+                    z, radius, grad, gap, wrong = z[rows], radius[rows], grad[rows], gap[rows], wrong[rows]
+                    if len(rows) == 0:
+                        return nearest.result(x)
+                gamma = cosine(turn, self.steps, self.gamma, _LAST_GAMMA)
+                steepness = length_of(grad, _DUALS[order]).clamp(min=TINY)
+                radius = self._radius(nearest, z, radius, gap.abs() / steepness, wrong, gamma)
+                radius = radius.to(x.dtype).clamp(max=self.threat.eps)  # nothing beyond the budget would count
+                step = cosine(turn, self.steps, self.length, self.length / 100)
+                moved = z + grad * per_sample(step / length_of(grad, 2).clamp(min=TINY), grad)
+                z = project_to_radius(moved, nearest.x, radius, order)
+            nearest.record(z, model(z))
+        return nearest.result(x)
+
+    def _radius(
+        self, nearest: Nearest, z: Tensor, radius: Tensor, missing: Tensor, wrong: Tensor, gamma: float
+    ) -> Tensor:
+        """The next radii, from what is `missing` to the linearized boundary and whether the point is adversarial."""
+        best = nearest.best.to(radius.dtype)
+        if ORDERS[type(self.threat)] == 0:  # whole numbers of values, so by one at least
+            smaller = torch.minimum(torch.minimum(radius - 1, (radius * (1 - gamma)).floor()), best)
+            larger = torch.maximum(radius + 1, (radius * (1 + gamma)).floor())
+            return torch.where(wrong, smaller, larger).clamp(1, math.prod(z.shape[1:]))
+        reaching = self.threat.size(z, nearest.x).to(radius.dtype) + missing
+        larger = (1 + gamma) * torch.where(best.isfinite(), radius, reaching)
+        return torch.where(wrong, torch.minimum(radius * (1 - gamma), best), larger)
+
+    def passes(self) -> tuple[int, int]:
+        return self.steps, 1
+
+
+def fmn(threat: Threat, steps: int = 100, step: float = 1.0, gamma: float = 0.05) -> FMN:
+    return FMN(threat, steps, step, gamma)
