@@ -123,7 +123,7 @@ def test_what_an_attack_is_not_made_for_is_refused(name: str, norm: str, message
 
 
 def test_a_fraction_of_a_value_is_refused():
-    with pytest.raises(UserError, match="whole number, got 0.5"):
+    with pytest.raises(UserError, match=r"whole number, got 0\.5"):
         make_threat("l0", 0.5)
     with pytest.raises(UserError, match="DDN needs the threat L2, got Linf"):
         DDN(Linf(0.1))

@@ -23,9 +23,9 @@ class DDN:
     """The smallest adversarial perturbation found in L2, if it is inside the budget; else the clean image.
 
     Each step follows the gradient of the cross-entropy, then sets the length of the perturbation: shorter by the share
-    `gamma` after an adversarial point, longer by it after another one. Lengths begin at `first_norm` and
-    never exceed the budget; steps begin at `length` and fall to a hundredth of it. With `stop_when_fooled` a sample stops at its first adversarial point inside the
-    budget; otherwise the search for a smaller one continues.
+    `gamma` after an adversarial point, longer by it after another one. Lengths begin at `first_norm` and never exceed
+    the budget; steps begin at `length` and fall to a hundredth of it. With `stop_when_fooled` a sample stops at its
+    first adversarial point inside the budget; otherwise the search for a smaller one continues.
     """
 
     threat: Threat

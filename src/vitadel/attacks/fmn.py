@@ -34,8 +34,8 @@ class FMN:
     """The smallest adversarial perturbation found, in Linf, L2, L1 or L0, if it is inside the budget.
 
     Each step ascends the logit margin and projects to a ball of the sample's own radius. Before the first adversarial
-    point the radius reaches beyond the linearized boundary, by `gamma`; then it shrinks by the share `gamma` after an adversarial
-    point and grows by it after another one. `length` is the Euclidean length of the first step. With
+    point the radius reaches beyond the linearized boundary, by the share `gamma`; then it shrinks by `gamma` after an
+    adversarial point and grows by it after another one. `length` is the Euclidean length of the first step. With
     `stop_when_fooled` a sample stops at its first adversarial point inside the budget; otherwise the search for a
     smaller one continues.
     """
