@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from new_processes import run_together
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.record import ModelRecord
 from vitadel.corruptions import COMMON, corrupt, sequence
@@ -216,25 +214,16 @@ def test_interrupted_and_resumed_it_comes_to_the_same_without_doing_it_again(tmp
         run(Brightness(), batch_size=8, out=out, resume=True, severities=(1,))
 
 
-SCRIPT = """
-import sys
-from vitadel.evaluation.corruptions.run import corruptions
-corruptions("zoo:shapes-standard", "shapes", limit=12, batch_size=4, corruptions=("contrast",), severities=(1, 4),
-            perturbations=("brightness",), device="cpu", out=sys.argv[1])
-"""
+def run_shapes(out):
+    chosen = {"corruptions": ("contrast",), "severities": (1, 4), "perturbations": ("brightness",)}
+    corruptions("zoo:shapes-standard", "shapes", limit=12, batch_size=4, device="cpu", out=out, **chosen)
 
 
 @pytest.mark.slow
 def test_two_processes_report_what_one_reports(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     reported = []
     for count in (1, 2):
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"] if count > 1 else []
-        command = [sys.executable, *launcher, str(script), str(tmp_path / str(count))]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
-        assert done.returncode == 0, done.stderr
+        run_together(run_shapes, tmp_path / str(count), processes=count)
         reported.append((tmp_path / str(count) / "results.json").read_text())
     assert reported[0] == reported[1]
 

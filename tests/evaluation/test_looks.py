@@ -39,9 +39,9 @@ def audit(model: nn.Module, **settings: Any) -> dict[str, Any]:
     return vitadel.audit(model, data(), **given)
 
 
-def samples(run: Path) -> dict[int, bool]:
+def samples(run: Path, attack: str = "fgsm") -> dict[int, bool]:
     table = pq.read_table(run / "samples.parquet")
-    return dict(zip(table.column("index").to_pylist(), table.column("held:fgsm").to_pylist(), strict=True))
+    return dict(zip(table.column("index").to_pylist(), table.column(f"held:{attack}").to_pylist(), strict=True))
 
 
 def test_it_stops_when_the_interval_is_narrow_with_the_verdicts_of_a_plain_audit(tmp_path: Path) -> None:
@@ -180,8 +180,10 @@ def test_the_share_is_covered_over_many_orders() -> None:
 @pytest.mark.slow
 def test_a_growing_sample_by_the_default_attack_has_the_verdicts_of_a_plain_audit(tmp_path: Path) -> None:
     """Its sentinels, and the queries that they share, depend on the size of the sample."""
-    found = vitadel.audit("zoo:shapes-robust", "shapes", within=9, batch_size=32, out=tmp_path / "looks")
+    settings = {"eps": 0.06, "batch_size": 50}
+    found = vitadel.audit(Threshold(), data(), within=9, out=tmp_path / "looks", **settings)
     n = found["worst_case"]["n"]
     assert len(found["sequential"]["looks"]) > 1
-    plain = vitadel.audit("zoo:shapes-robust", "shapes", limit=n, batch_size=32)
+    plain = vitadel.audit(Threshold(), data(), limit=n, out=tmp_path / "plain", **settings)
     assert plain["worst_case"]["held"] == found["worst_case"]["held"]
+    assert samples(tmp_path / "plain", "autoattack-fast") == samples(tmp_path / "looks", "autoattack-fast")

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import vitadel
+from new_processes import Running, program, run_together, start
 from vitadel.runtime.run_folder import RunFolder
 
 AUDIT = [
@@ -41,32 +42,17 @@ def outcome(folder: Path) -> tuple[str, bytes]:
     return json.dumps(timeless(results), indent=2), (folder / "samples.parquet").read_bytes()
 
 
-def _heed_control_c() -> None:
-    """A shell's background jobs inherit that Ctrl-C is ignored, also when they are tests."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def start(launcher: list[str], out: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", *launcher, "vitadel", *AUDIT, f"--out={out}", *more]
-    return subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=_heed_control_c
-    )
-
-
-def finish(process: subprocess.Popen[bytes], code: int = 0) -> str:
-    """Wait for the end and return what was reported on standard error."""
-    reported = process.communicate(timeout=900)[1].decode()
-    assert process.returncode == code, reported
-    return reported
+def begin(out: Path, *more: str) -> Running:
+    return start(program, *AUDIT, f"--out={out}", *more)
 
 
 def pieces(out: Path) -> int:
     return len(list(out.glob("partial/*/*.npz")))
 
 
-def wait_for_pieces(process: subprocess.Popen[bytes], out: Path, count: int) -> None:
+def wait_for_pieces(process: Running, out: Path, count: int) -> None:
     deadline = time.monotonic() + 600
-    while pieces(out) < count and process.poll() is None:
+    while pieces(out) < count and process.alive:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -74,15 +60,14 @@ def wait_for_pieces(process: subprocess.Popen[bytes], out: Path, count: int) -> 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> tuple[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "run"
-    finish(start([], out))
+    begin(out).finish()
     return outcome(out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_several_processes_agree_with_one_byte_for_byte(tmp_path, undisturbed, processes):
-    launcher = ["torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", "-m"]
-    finish(start(launcher, tmp_path / "run"))
+    run_together(program, *AUDIT, f"--out={tmp_path / 'run'}", processes=processes)
     assert outcome(tmp_path / "run") == undisturbed
 
 
@@ -106,14 +91,14 @@ def test_killed_three_times_and_resumed_agrees_byte_for_byte(tmp_path, undisturb
     out = tmp_path / "killed"
     chance = random.Random(0)
     for life in range(3):
-        process = start([], out, "--resume")
+        process = begin(out, "--resume")
         wait_for_pieces(process, out, pieces(out) + 2)
         time.sleep(chance.random() * 0.05)
         process.send_signal(signal.SIGKILL)
-        finish(process, -signal.SIGKILL)
+        process.finish(-signal.SIGKILL)
         assert pieces(out) >= 2 * (life + 1)
         assert not RunFolder(out).complete
-    assert "found again" in finish(start([], out, "--resume"))
+    assert "found again" in begin(out, "--resume").finish().stderr
     assert outcome(out) == undisturbed
     assert not list(out.rglob(".*")), "no temporary file is left behind"
 
@@ -137,11 +122,11 @@ def test_batch_size_changes_nothing_but_rounding(tmp_path):
 @pytest.mark.slow
 def test_interrupted_by_control_c_says_how_to_go_on(tmp_path, undisturbed):
     out = tmp_path / "stopped"
-    process = start([], out)
+    process = begin(out)
     wait_for_pieces(process, out, 1)
     process.send_signal(signal.SIGINT)
-    reported = finish(process, 130)
+    reported = process.finish(130).stderr
     assert "Traceback" not in reported
     assert f"--out={out} --resume" in reported
-    finish(start([], out, "--resume"))
+    begin(out, "--resume").finish()
     assert outcome(out) == undisturbed

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from new_processes import run_together
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.adapters.tokens.token_files import save_tokens
 from vitadel.backbones.load import load_model
-
-SCRIPT = """
-import sys
 from vitadel.evaluation.engine.target import open_target
-from vitadel.threat_levels.run import run_threat_levels
-from vitadel.threat_levels.request import ThreatLevelsRequest
 from vitadel.runtime.distributed import join_processes
+from vitadel.threat_levels.request import ThreatLevelsRequest
+from vitadel.threat_levels.run import run_threat_levels
 
-tokens, recipe, out = sys.argv[1:]
-request = ThreatLevelsRequest(
-    eps=(4 / 255,), levels=("T0", "T3", "T6", "T7"), steps=2, white_box=(), surrogates=1, recipe=recipe,
-    extraction=(16, 2), limit=20, batch_size=4,
-)
-target = open_target("zoo:shapes-standard", "shapes", tokens=tokens)
-run_threat_levels(target, request, join_processes("cpu"), out=out)
-"""
+
+def run_levels(tokens, recipe, out):
+    request = ThreatLevelsRequest(
+        eps=(4 / 255,), levels=("T0", "T3", "T6", "T7"), steps=2, white_box=(), surrogates=1, recipe=str(recipe),
+        extraction=(16, 2), limit=20, batch_size=4,
+    )  # fmt: skip
+    target = open_target("zoo:shapes-standard", "shapes", tokens=str(tokens))
+    run_threat_levels(target, request, join_processes("cpu"), out=out)
 
 
 @pytest.fixture
@@ -38,22 +33,12 @@ def tokens(tmp_path):
 
 
 def run_with(tmp_path, tokens, processes):
-    script, recipe, out = tmp_path / "levels.py", tmp_path / "short.yaml", tmp_path / str(processes)
-    script.write_text(SCRIPT)
+    recipe, out = tmp_path / "short.yaml", tmp_path / str(processes)
     recipe.write_text(
         "extends: tokens/shapes\ndata: {limit: 8, held_out: 10}\ntrain: {batch_size: 4}\n"
         "objective: {attack: features-1}\nvalidation: {limit: 10}\n"
     )
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"] if processes > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(tokens), str(recipe), str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
+    run_together(run_levels, tokens, recipe, out, processes=processes)
     return json.loads((out / "results.json").read_text())
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import vitadel
+from new_processes import program, start
 from small_recipes import TRADES, document, recipe
 from vitadel.errors import Interrupted, UserError
 from vitadel.runtime.distributed import join_processes
@@ -163,21 +162,20 @@ def test_in_half_precision_it_ends_with_the_same_bits_too(finished, tmp_path, mo
 def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_path):
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(document(plugins=EVERYTHING)))
-    command = [sys.executable, "-m", "vitadel", "harden", str(file), "--out", str(tmp_path / "run"), "--resume"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums in the same order
+    command = ["harden", str(file), "--out", str(tmp_path / "run"), "--resume", "--device", "cpu"]
+    threads = torch.get_num_threads()  # sums in the same order
     for wait_for, then in ((0, 0.0), (2, 0.15), (4, 0.4)):  # in the middle of a step, an epoch's end, an audit
-        process = subprocess.Popen([*command, "--device", "cpu"], env=environment, stderr=subprocess.DEVNULL)
+        process = start(program, *command, threads=threads)
         deadline = time.monotonic() + 600
         checkpoint = tmp_path / "run" / "checkpoint.pt"
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.alive and time.monotonic() < deadline:
             if checkpoint.exists() and torch.load(checkpoint, weights_only=True)["step"] > wait_for:
                 break
             time.sleep(0.02)
         time.sleep(then)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-    done = subprocess.run([*command, "--device", "cpu"], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+        process.finish(-signal.SIGKILL)
+    start(program, *command, threads=threads).finish()
     folder, _ = finished
     assert same(weights(tmp_path / "run"), weights(folder))
     hours = json.loads((tmp_path / "run" / "time.json").read_text())["device_hours"]

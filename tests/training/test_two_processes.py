@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from new_processes import program, run_together
 from small_recipes import TRADES, document
 from vitadel.backbones.checkpoints import save_classifier
 from vitadel.backbones.load import load_model
@@ -36,24 +34,9 @@ def trained_by_two(recipe, folder, *words, ends_well=True, **environment):
     file = folder / "recipe.yaml"
     folder.mkdir(exist_ok=True)
     file.write_text(yaml.safe_dump(recipe))
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command = [sys.executable, *launcher, "-m", "vitadel", "harden", str(file), "--device", "cpu"]
-    done = subprocess.run(
-        [*command, "--out", str(folder / "run"), *words],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parent),
-            "VITADEL_TRUST_CODE": "1",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert (done.returncode == 0) == ends_well, done.stderr
-    return folder / "run", done.stderr
+    trust = {"VITADEL_TRUST_CODE": "1", **environment}
+    words = ["harden", str(file), "--device", "cpu", "--out", str(folder / "run"), *words]
+    return folder / "run", run_together(program, *words, code=0 if ends_well else 130, environment=trust)
 
 
 def trained_here(recipe, folder):
