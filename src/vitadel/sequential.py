@@ -162,9 +162,10 @@ def fixed_size(half: float) -> int:
 def make_plan(points: float, available: int) -> Plan:
     """The plan for an interval of at most so many percentage points either way, from at most `available` samples."""
     half = points / 100
-    if not 0 < points < 50:
+    if not 0 < half < 0.5:
         raise UserError(f"--within takes percentage points, more than 0 and less than 50; got {points:g}. Try 2.")
-    at_most = math.ceil(_CRITICAL[1] ** 2 / (4 * half * half)) + 10
+    needed = _CRITICAL[1] ** 2 / 4 / half / half  # may be infinite
+    at_most = available if needed >= available else math.ceil(needed) + 10
     looks, size = [min(_FIRST, available)], float(_FIRST)
     while looks[-1] < min(available, at_most):
         size *= _GROWTH

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 from pathlib import Path
 
 import fsspec
@@ -122,3 +124,45 @@ def test_a_storage_whose_package_is_missing_says_which(tmp_path: Path, monkeypat
     monkeypatch.setattr(object_storage.fsspec, "filesystem", missing)
     with pytest.raises(UserError, match="pip install s3fs"):
         local_copy("s3://bucket/x.npz", tmp_path)
+
+
+def test_what_is_on_this_machine_is_not_copied(tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "test.npz").write_bytes(archive(5))
+    assert local_copy(f"file://{tmp_path}/there/*.npz", tmp_path / "data") == f"{tmp_path}/there/*.npz"
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("silent", ["exists", "find", "get_file"])
+def test_a_storage_that_does_not_answer_is_given_up(memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str):
+    memory.pipe("/b/test.npz", archive(1))
+    ended = threading.Event()
+    monkeypatch.setattr(memory, silent, lambda *given: ended.wait(20))
+    monkeypatch.setattr(object_storage, "_FIRST_ANSWER", 0.05)
+    monkeypatch.setattr(object_storage, "_SILENCE", 0.05)
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"TimeoutError: no answer within 0.05 seconds"):
+        local_copy("memory://b/test.npz", tmp_path)
+    assert time.monotonic() - start < 10
+    ended.set()
+    assert not [path for path in (tmp_path / "remote").rglob("*") if path.is_file()]
+
+
+def test_a_slow_copy_that_goes_on_is_not_given_up(memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    memory.pipe("/b/test.npz", archive(1))
+
+    def slow(path: str, copy: str) -> None:
+        for _ in range(8):
+            with open(copy, "ab") as file:
+                file.write(b"part")
+            time.sleep(0.1)
+
+    monkeypatch.setattr(memory, "get_file", slow)
+    monkeypatch.setattr(object_storage, "_SILENCE", 0.6)
+    assert Path(local_copy("memory://b/test.npz", tmp_path)).read_bytes() == b"part" * 8
+
+
+def test_a_name_that_leads_out_of_the_copies_is_refused(memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "find", lambda path: ["/b/../../../x.npz"])
+    with pytest.raises(UserError, match="whose copy would be in another folder"):
+        local_copy("memory://b/test.npz", tmp_path)

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import asdict
 
 import hostile
+import hostile_outside
 import material
 from driver import Case, Ending, attempt
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -28,6 +29,11 @@ KINDS = {
     "recipes": hostile.recipes,
     "run folders": hostile.run_folders,
     "checkpoints": hostile.checkpoints,
+    "merges": hostile_outside.merges,
+    "comparisons": hostile_outside.comparisons,
+    "divisions": hostile_outside.divisions,
+    "attacks of others": hostile_outside.foreign_attacks,
+    "storage": hostile_outside.storage_urls,
 }
 
 

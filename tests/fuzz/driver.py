@@ -88,10 +88,38 @@ class Edit:
 
 
 @dataclass(frozen=True)
+class Replacement:
+    """What the file or folder `name` becomes: no file at all, or, by "copy", another one in the folder `to`."""
+
+    name: str
+    what: str
+    to: str = ""
+
+    def apply(self, folder: Path) -> None:
+        path = folder / self.name
+        if self.what == "copy":
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, folder / self.to)
+            return
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        if self.what == "pipe":
+            os.mkfifo(path)
+        elif self.what == "device":
+            path.symlink_to("/dev/zero")
+        elif self.what == "folder":
+            path.mkdir()
+        elif self.what == "link above":
+            path.symlink_to(path.parent)
+
+
+@dataclass(frozen=True)
 class Case:
     """A command line with the files it finds: inputs, a finished run of kind `base`, and `files` of its own.
 
-    `edits` change the first two.
+    `edits` and `replaced` change the first two.
     `works` runs it to its end; otherwise it stops where the work of a run starts. A `wrong` input must be refused.
     """
 
@@ -101,6 +129,7 @@ class Case:
     files: tuple[tuple[str, str], ...] = ()
     works: bool = False
     wrong: bool = False
+    replaced: tuple[Replacement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +165,8 @@ def _attempt(case: Case, place: Path) -> Ending:
         shutil.copytree(material.run(case.base), place / "run")
     for edit in case.edits:
         edit.apply(place)
+    for each in case.replaced:
+        each.apply(place)
     for name, text in case.files:
         path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,11 +218,11 @@ def _faults(case: Case, code: object, message: str, before: dict[str, Any], afte
         yield f"a warning of a library: {message}"
     if case.wrong and code in (0, "started"):
         yield f"a wrong input was accepted ({code})"
-    out = {
-        case.words[row + 1].split("/")[0] for row, word in enumerate(case.words[:-1]) if word in ("--out", "--export")
-    }
+    written = ("--out", "--export", "--summary")
+    out = {case.words[row + 1].split("/")[0] for row, word in enumerate(case.words[:-1]) if word in written}
+    out |= {f"{name}-jobs" for name in out}
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    resumed = "--resume" in case.words or case.words[:1] == ("report",)
+    resumed = "--resume" in case.words or case.words[:1] in (("report",), ("merge",))
     outside = sorted(
         name for name in changed if name.split("/")[0] not in {"runs", *out, *(["run"] if resumed else [])}
     )
@@ -216,6 +247,7 @@ def _snapshot(place: Path) -> dict[str, tuple[int, int]]:
 @contextmanager
 def _stopped_at_work(works: bool) -> Iterator[None]:
     """Unless the case works, stop once the run folder is open, or before what is costly without one."""
+    from vitadel.evaluation.audit import audit_shards
     from vitadel.evaluation.engine import run as engine
     from vitadel.runtime.run_folder import open_run
 
@@ -231,7 +263,8 @@ def _stopped_at_work(works: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         if not works:
-            stack.enter_context(patch.object(engine, "open_run", open_and_stop))
+            for module in (engine, audit_shards):
+                stack.enter_context(patch.object(module, "open_run", open_and_stop))
             stack.enter_context(patch("vitadel.evaluation.audit.audit_plan.plan_audit", stop))
             stack.enter_context(patch("vitadel.training.training_cost.plan_training", stop))
             stack.enter_context(patch("vitadel.playground.app.serve", stop))

@@ -175,6 +175,7 @@ _BASE = {
     "report": ("report", "run"),
     "recipes new": ("recipes", "new", "new.yaml", "--model", "test_vit", "--data", "shapes"),
     "leaderboard": ("leaderboard", "run"),
+    "merge": ("merge", "run"),
     "reproduce": ("reproduce", "aas/table5", "--plan"),
     "list": ("list", "attacks"),
     "selftest": ("selftest",),
@@ -182,7 +183,7 @@ _BASE = {
     "corrupt": ("corrupt",),
     **{f"study {name}": ("study", name, material.MODEL) for name in _STUDIES},
 }
-_ABOUT_RUNS = ("report", "leaderboard")
+_ABOUT_RUNS = {"report": "audit", "leaderboard": "audit", "merge": "shards"}
 
 
 @cache
@@ -217,7 +218,7 @@ def arguments(draw: st.DrawFn) -> Case:
         wrong = wrong or _surely_wrong(flag, whole, value)
     if "--device" in dict(flags) and "--device" not in words:
         words += ["--device", "cpu"]
-    return Case(tuple(words), base="audit" if verb in _ABOUT_RUNS else "inputs", wrong=wrong)
+    return Case(tuple(words), base=_ABOUT_RUNS.get(verb, "inputs"), wrong=wrong)
 
 
 def _surely_wrong(flag: str, whole: bool, value: str) -> bool:
@@ -317,7 +318,7 @@ def data_specs(draw: st.DrawFn) -> Case:
     return Case((*words, "--data", spec, "--data-root", ".", "--limit", "4", "--device", "cpu"))
 
 
-def _spoil_bytes(draw: st.DrawFn, name: str, path: Path) -> Edit:
+def spoil_bytes(draw: st.DrawFn, name: str, path: Path) -> Edit:
     """Overwrite, insert, cut out or cut off some bytes; rather near the ends, where formats have their headers."""
     size = path.stat().st_size
     place = st.one_of(st.integers(0, min(size, 200)), st.integers(0, size), st.integers(max(0, size - 200), size))
@@ -342,7 +343,7 @@ _READING = ("attack", material.MODEL, "--attacks", "fgsm", "--head-classes", "0,
 def data_files(draw: st.DrawFn) -> Case:
     """Damaged arrays, tables, archives and images, in a run that reads them all."""
     name = draw(st.sampled_from(sorted(_DATA)))
-    edits = tuple(_spoil_bytes(draw, name, material.inputs() / name) for _ in range(draw(st.integers(1, 2))))
+    edits = tuple(spoil_bytes(draw, name, material.inputs() / name) for _ in range(draw(st.integers(1, 2))))
     skip = ("--skip-bad",) if draw(st.booleans()) else ()
     return Case((*_READING, _DATA[name], *skip), edits=edits, works=True)
 
@@ -395,7 +396,7 @@ def _places_in(path: Path) -> list[tuple[str | int, ...]]:
     return _places(json.loads(content))
 
 
-def _spoil_value(draw: st.DrawFn, name: str, path: Path) -> Edit:
+def spoil_value(draw: st.DrawFn, name: str, path: Path) -> Edit:
     """Replace or remove one value of a JSON document or of a safetensors header."""
     return Edit(name, draw(st.sampled_from(_places_in(path))), draw(st.one_of(values, st.just("<delete>"))))
 
@@ -416,7 +417,7 @@ def run_folders(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(material.RUNS)) 
         as_value = name.endswith((".json", ".safetensors")) and draw(st.integers(0, 4)) > 0
         if edits and not as_value:
             continue
-        edits.append((_spoil_value if as_value else _spoil_bytes)(draw, name, base / name))
+        edits.append((spoil_value if as_value else spoil_bytes)(draw, name, base / name))
     edits = sorted(
         (Edit(f"run/{each.name}", each.place, each.value, each.start, each.length) for each in edits),
         key=lambda each: each.place is None,
@@ -445,7 +446,7 @@ def sound() -> list[Case]:
     verbs = [
         Case(
             (*words, *(("--device", "cpu") if "--device" in dict(_flags(verb)) else ())),
-            "audit" if verb in _ABOUT_RUNS else "inputs",
+            _ABOUT_RUNS.get(verb, "inputs"),
         )
         for verb, words in _BASE.items()
     ]
@@ -465,7 +466,7 @@ def checkpoints(draw: st.DrawFn) -> Case:
     name = draw(st.sampled_from(["w.safetensors", "w.safetensors", "w.pt", "tokens.safetensors"]))
     path = material.inputs() / name
     as_value = name.endswith(".safetensors") and draw(st.integers(0, 3)) > 0
-    edit = (_spoil_value if as_value else _spoil_bytes)(draw, name, path)
+    edit = (spoil_value if as_value else spoil_bytes)(draw, name, path)
     if name == "tokens.safetensors":
         words = ("attack", material.MODEL, "--tokens", name, "--allow-readable")
     elif name == "w.pt":

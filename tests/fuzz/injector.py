@@ -25,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import material
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -34,19 +35,31 @@ FAULTS = ("kill", "terminate", "interrupt", "no space", "write error", "read err
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 _ERRORS = {"no space": errno.ENOSPC, "write error": errno.EIO, "read error": errno.EIO}
 _WRITES = ("write", "rename", "append")
+_PARTED = material.RUNS["shards"]
 KINDS = {
-    **material.RUNS,
+    **{kind: words for kind, words in material.RUNS.items() if kind != "shards"},
+    "shard": (*_PARTED, *material.PARTS["shards"][0]),
+    "merge": ("merge", "../run-shards", "--device", "cpu"),
     "files": (
         *("audit", material.MODEL, "--attacks", "fgsm", "--no-precheck", "--data", "folder:photos"),
         *("--head-classes", "0,1", "--device", "cpu"),
     ),
 }
-"""All kinds of run; `files` reads its images from a folder."""
+"""All kinds of run; `files` reads its images from a folder, `merge` makes one of two shards."""
+_NEEDS = {"compare": "within", "merge": "shards"}
+_LARGE_BATCHES = ("harden", "probe", "corrupt", "reproduce", "within", "compare", "shard", "merge")
 
 
 def words_of(kind: str, out: Path) -> list[str]:
-    batches = [] if kind in ("harden", "probe", "corrupt", "reproduce") else ["--batch-size", "2"]
+    if kind in _NEEDS:
+        material.run(_NEEDS[kind])
+    batches = [] if kind in _LARGE_BATCHES else ["--batch-size", "2"]
     return [*KINDS[kind], *batches, "--out", str(out)]
+
+
+def resumed(words: Sequence[str]) -> list[str]:
+    """The command that goes on; `merge` does without being asked."""
+    return [*words] if words[0] == "merge" else [*words, "--resume"]
 
 
 def applies(fault: str, event: str) -> bool:
@@ -92,7 +105,7 @@ class Injector:
 
     def install(self, root: Path) -> None:
         """Watch the files below `root`, all renames and synchronized writes, and the optimizer's steps."""
-        replace, fsync, opened = os.replace, os.fsync, io.open
+        replace, fsync, opened, moved = os.replace, os.fsync, io.open, os.rename
 
         def rename(source: Any, target: Any) -> None:
             self.event("rename")
@@ -104,14 +117,19 @@ class Injector:
             fsync(handle)
 
         def open_file(name: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
-            if isinstance(name, str | os.PathLike) and str(name).startswith(str(root)):
+            if isinstance(name, str | os.PathLike) and os.path.abspath(name).startswith(str(root)):
                 if mode.startswith("a"):
                     self.event("append", lambda: Path(name).write_bytes(Path(name).read_bytes() + b'{"ste'))
                 elif mode.startswith("r"):
                     self.event("read")
             return opened(name, mode, *given, **named)
 
-        os.replace, os.fsync = rename, synchronize
+        def move(source: Any, target: Any) -> None:
+            self.event("rename")
+            moved(source, target)
+            self.event("renamed")
+
+        os.replace, os.fsync, os.rename = rename, synchronize, move
         io.open = builtins.open = open_file  # type: ignore[assignment]
         register_optimizer_step_post_hook(lambda *given: self.event("step"))
 
@@ -203,6 +221,10 @@ def outcome(folder: Path) -> dict[str, bytes]:
             document = json.loads(content)
             document.pop("argv", None)
             content = json.dumps(timeless(document), indent=2).encode()
+        elif "partial" in path.parts and path.suffix == ".npz":  # of a shard, which keeps its batches
+            with np.load(path) as file:
+                arrays = {name: file[name] for name in sorted(file.files) if name != "seconds"}
+            content = repr([(name, each.dtype, each.tolist()) for name, each in arrays.items()]).encode()
         elif path.name == "checkpoint.pt":  # equal values may be pickled with other references between them
             content = _values(timeless(torch.load(io.BytesIO(content), weights_only=True))).encode()
         found[str(path.relative_to(folder))] = content

@@ -25,8 +25,10 @@ from small_probes import LINEAR
 from small_recipes import document
 from tiny_paper import PAPER, RECIPE
 
-SHORT = ("--limit", "4", "--device", "cpu")
+_CPU = ("--device", "cpu")
+SHORT = ("--limit", "4", *_CPU)
 MODEL = "zoo:shapes-standard"
+COMPARED = ("audit", MODEL, "--attacks", "fgsm", "--no-precheck", "--eps", "1/255")
 RUNS = {
     "audit": ("audit", MODEL, "--attacks", "fgsm", "--no-precheck", *SHORT),
     "attack": ("attack", MODEL, "--attacks", "fgsm", "--png", *SHORT),
@@ -45,8 +47,16 @@ RUNS = {
     "inspect": ("inspect", MODEL, "--attack", "features-1", *SHORT),
     "corrupt": ("corrupt", "--corruptions", "fog", "--severities", "1", *SHORT),
     "reproduce": ("reproduce", "tests/table1", "--rows", "short,public", "--device", "cpu"),
+    "within": (*COMPARED, "--within", "9", "--limit", "160", *_CPU),
+    "compare": (*COMPARED, "--compare-with", "../run-within", *_CPU),
+    "shards": ("audit", MODEL, "--attacks", "fgsm", "--no-precheck", "--batch-size", "2", *SHORT),
 }
-"""The commands that make a finished run of each kind, in a folder with the files of `write_inputs`."""
+"""The commands that make a finished run of each kind, in a folder with the files of `write_inputs`.
+
+Of `shards`, the folder has both of two, which are not merged. Two of them take two looks at growing samples, and
+`compare` takes the run `within` as the other one.
+"""
+PARTS = {"shards": (("--shard", "1/2"), ("--shard", "2/2"))}
 
 
 @cache
@@ -70,8 +80,11 @@ def inputs() -> Path:
 def run(kind: str) -> Path:
     """A finished run of this kind."""
     path = folder() / f"run-{kind}"
+    if kind == "compare":
+        run("within")
     with tiny_paper(inputs()):
-        command_line.vitadel(*RUNS[kind], "--out", str(path), cwd=inputs())
+        for part in PARTS.get(kind, ((),)):
+            command_line.vitadel(*RUNS[kind], *part, "--out", str(path), cwd=inputs())
     return path
 
 

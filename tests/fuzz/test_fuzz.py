@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 
 import hostile
+import hostile_outside
 import material
 import pytest
-from driver import Case, Edit, attempt
+from driver import Case, Edit, Replacement, attempt
 from hypothesis import HealthCheck, Phase, given, settings
 
 CORPUS = json.loads((Path(__file__).parent / "corpus.json").read_text())
@@ -51,6 +52,7 @@ def test_what_was_found_ends_well(entry):
             files,
             entry.get("works", False),
             entry.get("wrong", False),
+            tuple(Replacement(**each) for each in entry.get("replaced", ())),
         )
     )
 
@@ -68,7 +70,7 @@ def finished_runs():
 
 
 def test_sound_inputs_are_accepted():
-    for case in hostile.sound():
+    for case in (*hostile.sound(), *hostile_outside.sound()):
         ending = attempt(case)
         assert (ending.code, ending.faults) in ((0, ()), ("started", ())), (case, ending)
 
@@ -131,4 +133,37 @@ def test_run_folders(finished_runs, case):
 @settings(PROFILE, max_examples=40)
 @given(hostile.checkpoints())
 def test_checkpoints(case):
+    ends_well(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=10)
+@given(hostile_outside.merges())
+def test_merges(case):
+    ends_well(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=8)
+@given(hostile_outside.comparisons())
+def test_comparisons(finished_runs, case):
+    ends_well(case)
+
+
+@settings(PROFILE, max_examples=12)
+@given(hostile_outside.divisions())
+def test_divisions(case):
+    ends_well(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=8)
+@given(hostile_outside.foreign_attacks())
+def test_foreign_attacks(case):
+    ends_well(case)
+
+
+@settings(PROFILE, max_examples=15)
+@given(hostile_outside.storage_urls())
+def test_storage_urls(case):
     ends_well(case)

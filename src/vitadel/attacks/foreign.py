@@ -119,7 +119,10 @@ def foreign(threat: Threat, title: str, settings: Settings) -> Foreign:
 
 def _defaults(kind: Callable[..., Any]) -> dict[str, Any]:
     """The settings of a constructor and their defaults; not the model, which libraries take first."""
-    parameters = inspect.signature(kind).parameters.values()
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{kind!r} cannot be used as an attack: {error}. Name a class or a function.") from error
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in _MODELS]
     return {p.name: None if p.default is p.empty else p.default for p in named}
 
@@ -130,7 +133,7 @@ def _blamed(title: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # other people's code may raise anything
+    except (Exception, SystemExit) as error:  # other people's code may raise anything, or call sys.exit()
         raise UserError(f"{title} failed: {type(error).__name__}: {error}. What was judged before is kept.") from error
 
 

@@ -22,13 +22,8 @@ def matching_files(request: DataRequest, ending: str) -> list[Path]:
     """
     if not request.argument:
         raise UserError(f"'{request.spec}' names no file; write {request.kind}:PATTERN, e.g. {request.kind}:*{ending}")
-    _check_count(request.argument)
-    try:
-        patterns = list(braceexpand(request.argument, escape=False))
-    except ValueError:
-        raise UserError(f"the braces in '{request.argument}' do not match; write e.g. part-{{00..07}}.tar") from None
     files: list[Path] = []
-    for pattern in patterns:
+    for pattern in expand_braces(request.argument):
         found = _find(Path(os.path.expanduser(pattern)), ending)
         if not found:
             raise UserError(
@@ -47,6 +42,14 @@ def matching_files(request: DataRequest, ending: str) -> list[Path]:
         )
     chosen = pick_split(splits, request.split, f"'{request.argument}'")
     return [path for path in files if _split_of(path) == chosen]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    _check_count(pattern)
+    try:
+        return list(braceexpand(pattern, escape=False))
+    except ValueError:
+        raise UserError(f"the braces in '{pattern}' do not match; write e.g. part-{{00..07}}.tar") from None
 
 
 def _check_count(pattern: str) -> None:

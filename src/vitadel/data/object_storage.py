@@ -9,15 +9,20 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
-from braceexpand import braceexpand
 from fsspec.utils import get_protocol
 
+from vitadel.data.files import expand_braces
 from vitadel.errors import UserError
+
+Found = TypeVar("Found")
 
 _PACKAGES = {
     "https": "aiohttp",
@@ -30,21 +35,26 @@ _PACKAGES = {
     "az": "adlfs",
 }
 _COPIES, _VERSIONS = "remote", ".versions"
+_LOCAL = ("file", "local")
+_FIRST_ANSWER, _SILENCE = 15.0, 120.0  # seconds without an answer until a storage is given up, at first and later
 
 
 def local_copy(url: str, root: Path) -> str:
-    """Copy what the URL names, which may have braces and globs, and return the same pattern for the copies."""
+    """Copy what the URL names, which may have braces and globs, and return the same pattern for the copies.
+
+    What is on this machine is not copied.
+    """
     protocol, _, rest = url.partition("://")
-    if not rest or ".." in rest.split("/"):
+    if not rest or ".." in rest.split("/") or "::" in url:
         raise UserError(f"'{url}' is not a URL of files; write e.g. s3://bucket/folder or s3://bucket/test-*.parquet")
-    storage = _open_storage(url, protocol)
-    home = root / _COPIES / protocol
+    patterns = expand_braces(f"{protocol}://{rest}")
     try:
-        patterns = list(braceexpand(f"{protocol}://{rest}"))
-        files = dict.fromkeys(path for pattern in patterns for path in _files(storage, pattern))
-        for path in files:
-            _copy(storage, path, home / path.lstrip("/"), root / _COPIES / _VERSIONS / protocol / path.lstrip("/"))
-        _remove_others(storage, patterns, home, {home / path.lstrip("/") for path in files})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about protocols and credentials, by the packages of storages
+            storage = _open_storage(url, protocol)
+            if protocol in _LOCAL:
+                return str(storage._strip_protocol(url))
+            return _copy_all(storage, url, patterns, root / _COPIES, protocol)
     except UserError:
         raise
     except Exception as error:  # every storage has exceptions of its own
@@ -52,7 +62,53 @@ def local_copy(url: str, root: Path) -> str:
         raise UserError(
             f"'{url}' cannot be read ({reason}). Check the name, the network and your credentials for {protocol}."
         ) from error
-    return str(home / str(storage._strip_protocol(f"{protocol}://{rest}")).lstrip("/"))
+
+
+def _copy_all(storage: Any, url: str, patterns: list[str], copies: Path, protocol: str) -> str:
+    home = copies / protocol
+    _answered(lambda: storage.exists(_before_globs(patterns[0])), _FIRST_ANSWER)
+    listed = _answered(lambda: [path for pattern in patterns for path in _files(storage, pattern)], _SILENCE)
+    files = dict.fromkeys(listed)
+    for path in files:
+        if ".." in path.split("/"):
+            raise UserError(f"'{url}': the storage has a file '{path}', whose copy would be in another folder. Rename it.")
+        _copy(storage, path, home / path.lstrip("/"), copies / _VERSIONS / protocol / path.lstrip("/"))
+    _remove_others(storage, patterns, home, {home / path.lstrip("/") for path in files})
+    return str(home / str(storage._strip_protocol(url)).lstrip("/"))
+
+
+def _before_globs(pattern: str) -> str:
+    """The folder in which a glob begins; a name without one as it is."""
+    start = min((pattern.find(mark) for mark in "*?[" if mark in pattern), default=len(pattern))
+    return pattern if start == len(pattern) else pattern[:start].rpartition("/")[0]
+
+
+def _answered(ask: Callable[[], Found], seconds: float, progress: Callable[[], object] = lambda: None) -> Found:
+    """What `ask` returns, unless it takes so long that a storage must be given up, and `progress` stays the same.
+
+    It runs in a thread, because packages of storages wait for minutes or for ever, each in its own way.
+    """
+    found: list[Found] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(ask())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # the program ends without it
+    thread.start()
+    state, since = progress(), time.monotonic()
+    while thread.is_alive():
+        thread.join(min(seconds, 1.0))
+        if progress() != state:
+            state, since = progress(), time.monotonic()
+        elif thread.is_alive() and time.monotonic() - since > seconds:
+            raise TimeoutError(f"no answer within {seconds:g} seconds")
+    if failed:
+        raise failed[0]
+    return found[0]
 
 
 def _open_storage(url: str, protocol: str) -> Any:
@@ -102,7 +158,7 @@ def _copy(storage: Any, path: str, copy: Path, version_file: Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=copy.parent, prefix=f".{copy.name}.")
     os.close(handle)
     try:
-        storage.get_file(path, temporary)
+        _answered(lambda: storage.get_file(path, temporary), _SILENCE, Path(temporary).stat)
         os.replace(temporary, copy)
     finally:
         Path(temporary).unlink(missing_ok=True)

@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vitadel.errors import UserError
 from vitadel.runtime.run_folder import check_schema
-from vitadel.runtime.safe_reading import ARRAY_ERRORS, check_regular_file, parse_json, read_text_file
+from vitadel.runtime.safe_reading import (
+    ARRAY_ERRORS,
+    check_regular_file,
+    parse_json,
+    read_sample_table,
+    read_text_file,
+)
 
 Table = Any  # pyarrow has no types
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1", "l0": "L0"}
-_SAMPLE_COLUMNS = {
-    **dict.fromkeys(("index", "label", "clean_prediction"), pa.types.is_integer),
-    "clean_correct": pa.types.is_boolean,
-}
 _FINISHED = {
     **dict.fromkeys(("audit", "attack", "diagnose"), ("model", "data", "clean", "attacks", "worst_case", "findings")),
     "study": ("model", "data", "study"),
@@ -107,7 +107,8 @@ def read_run(path: Path) -> Run:
     results = _read_json(path / "results.json", required=False)
     check_schema(results, path / "results.json")
     _check(path / "results.json", next(filter(None, chain(_faults(results), _contradictions(results))), ""))
-    samples = _read_samples(path / "samples.parquet")
+    table = path / "samples.parquet"
+    samples = read_sample_table(table) if table.exists() else None
     if results.get("complete"):
         _check(path / "results.json", lacking(["seed", *_FINISHED.get(command["verb"], ())], list(results)))
         _check(path / "samples.parquet", _uncounted(samples, results))
@@ -166,24 +167,6 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise damaged(path, f"it should hold a JSON object, got {type(value).__name__}")
     return value
-
-
-def _read_samples(path: Path) -> Table | None:
-    if not path.exists():
-        return None
-    check_regular_file(path, "the table")
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        raise damaged(path, error) from error
-    _check(path, lacking(list(_SAMPLE_COLUMNS), table.column_names))
-    for field in table.schema:
-        fits = _SAMPLE_COLUMNS.get(field.name) or (pa.types.is_boolean if field.name.startswith("held:") else None)
-        # A benchmark in files may have no clean images at all.
-        empty = (0, len(table)) if field.name.startswith("clean_") else (0,)
-        if fits is not None and (not fits(field.type) or table.column(field.name).null_count not in empty):
-            raise damaged(path, f"column '{field.name}' holds {field.type}, not all of it verdicts or labels")
-    return table
 
 
 def _uncounted(samples: Table | None, results: Mapping[str, Any]) -> str:

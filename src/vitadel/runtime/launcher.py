@@ -25,6 +25,7 @@ _OF_ALL = ("timeout_min", "mem_gb", "cpus_per_task", "gpus_per_node")  # what su
 _OF_SLURM = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "array_parallelism", "signal_delay_s")
 _DEFAULTS = {"timeout_min": 1440}
 _INTERRUPTED = 130
+_MOST_SHARDS = 10_000  # jobs: clusters limit arrays to fewer
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def read_launcher(text: str) -> Launcher:
             raise UserError(f"--launcher takes KEY=VALUE in brackets, got {pair!r}; allowed keys: {allowed}")
         settings[name] = int(value) if value.isdecimal() else value
     shards = settings.pop("shards", None)
-    if shards is not None and (not isinstance(shards, int) or shards < 1):
-        raise UserError(f"--launcher: shards must be a number of at least 1, got {shards!r}")
+    if shards is not None and (not isinstance(shards, int) or not 1 <= shards <= _MOST_SHARDS):
+        raise UserError(f"--launcher: shards must be a number from 1 to {_MOST_SHARDS}, got {shards!r}")
     return Launcher(shards, settings)
 
 

@@ -122,9 +122,11 @@ class RunFolder:
             return False
 
     def results(self) -> dict[str, Any]:
-        """The content of results.json; `UserError` if there is none that can be read."""
-        results = self._content()
-        check_schema(results, self.path / "results.json")
+        """The content of results.json; `UserError` if there is none that can be read, or it only says that it is."""
+        path, results = self.path / "results.json", self._content()
+        check_schema(results, path)
+        if results.get("complete") and "seed" not in results:
+            raise UserError(f"'{path}' says that the run is complete and has no results. Remove it and resume the run.")
         return results
 
     def _content(self) -> dict[str, Any]:
@@ -156,10 +158,13 @@ class FolderCache:
 
     def find(self, stage: str, number: int) -> BatchRecord | None:
         for folder in (self.folder, *self.shards):
+            path = folder.batch_file(stage, number)
+            if not path.is_file():  # nor a pipe, which would block
+                continue
             # From an open file, because numpy does not close one that turns out to be damaged.
             with (
                 suppress(*ARRAY_ERRORS),  # a missing or damaged record is computed again
-                folder.batch_file(stage, number).open("rb") as file,
+                path.open("rb") as file,
                 np.load(file, allow_pickle=False) as arrays,
             ):
                 return {name: arrays[name] for name in arrays.files}

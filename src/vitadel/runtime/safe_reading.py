@@ -7,12 +7,15 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vitadel.errors import UserError
+
+if TYPE_CHECKING:
+    from pyarrow import Table
 
 Read = TypeVar("Read")
 
@@ -97,3 +100,39 @@ def validated(kind: type[Read], values: Mapping[str, Any], what: str) -> Read:
         place = ".".join(map(str, first["loc"])) or "a value"
         found = repr(first["input"])[:60]
         raise UserError(f"{what}: '{place}' is wrong: {first['msg']}; found {found}. Restore the file.") from error
+
+
+def read_sample_table(path: Path, wanted: Sequence[str] = ()) -> Table:
+    """The `samples.parquet` of a run, with the columns that every such table has and the `wanted` ones."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    check_regular_file(path, "the table")
+    try:
+        table = pq.read_table(path)
+        fault = _fault_in_samples(table, wanted)
+    except (OSError, pa.ArrowException) as error:
+        fault = str(error)
+    if fault:
+        raise UserError(f"{path} cannot be read: {fault}. Run the command again, or leave this run out.")
+    return table
+
+
+def _fault_in_samples(table: Table, wanted: Sequence[str]) -> str:
+    """What is missing or of a wrong type; '' if nothing."""
+    import pyarrow as pa
+
+    kinds = {
+        **dict.fromkeys(("index", "label", "clean_prediction"), pa.types.is_integer),
+        "clean_correct": pa.types.is_boolean,
+    }
+    missing = [name for name in (*kinds, *wanted) if name not in table.column_names]
+    if missing:
+        return f"it lacks {', '.join(missing)}"
+    for field in table.schema:
+        fits = kinds.get(field.name) or (pa.types.is_boolean if field.name.startswith("held:") else None)
+        # A benchmark in files may have no clean images at all.
+        empty = (0, len(table)) if field.name.startswith("clean_") and not wanted else (0,)
+        if fits is not None and (not fits(field.type) or table.column(field.name).null_count not in empty):
+            return f"column '{field.name}' holds {field.type}, not all of it verdicts or labels"
+    return ""

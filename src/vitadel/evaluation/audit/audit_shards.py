@@ -8,9 +8,10 @@ resumed with all of them at hand. What depends on all images is left to it: the 
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -26,13 +27,21 @@ from vitadel.instrument.hooks import frozen
 from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.opening import recorded_opening, typed_words
-from vitadel.runtime.run_folder import Command, RunFolder, announce_run, open_run, read_command, write_json
+from vitadel.runtime.run_folder import (
+    Command,
+    RunFolder,
+    announce_run,
+    disk_errors_reported,
+    open_run,
+    read_command,
+    write_json,
+)
 from vitadel.runtime.run_shards import Shard, number_list, shards_in
-from vitadel.runtime.safe_reading import parse_json_object, read_text_file
+from vitadel.runtime.safe_reading import check_regular_file, parse_json_object, read_text_file, validated
 from vitadel.runtime.trusted_code import check_code_trusted, names_code
 
 VERB = "audit"
-_SUMMARY = "shard.json"
+_FILE = "shard.json"
 """What a shard writes when it is done."""
 
 
@@ -83,19 +92,31 @@ def run_shard(
                 accuracy_among_all(context, verdicts.index)
     except (KeyboardInterrupt, Interrupted):
         raise Interrupted(run_path) from None
-    done = {"shard": shard.number, "of": shard.count, "images": len(own), "blocks": len(context.blocks)}
+    done = asdict(_Summary(shard.number, shard.count, len(own), len(context.blocks)))
     if processes.is_main:
-        write_json(path / _SUMMARY, done)
+        write_json(path / _FILE, done)
         folder.unlock()
     processes.wait()
     return done
 
 
+@dataclass(frozen=True)
+class _Summary:
+    """What a shard writes about itself when it is done."""
+
+    shard: int
+    of: int
+    images: int
+    blocks: int
+
+
 def _summary(path: Path) -> dict[str, Any] | None:
-    """What a shard that is done wrote about itself."""
-    if not (path / _SUMMARY).is_file():
+    """The summary of a shard that is done."""
+    file = path / _FILE
+    if not file.exists():
         return None
-    return parse_json_object(read_text_file(path / _SUMMARY, "the summary of the shard"), f"'{path / _SUMMARY}'")
+    written = parse_json_object(read_text_file(file, "the summary of the shard"), f"'{file}'")
+    return asdict(validated(_Summary, written, f"'{file}'"))
 
 
 def _check_count(run: Path, shard: Shard) -> None:
@@ -125,8 +146,8 @@ def merge_shards(
     processes.on_main(lambda: _collect(runs, home))
     command = read_command(home)
     assert command is not None
-    opened = reopen(home, {"device": device}, ())
     request = _request_of(command["settings"], home)
+    opened = reopen(home, {"device": device, "eps": request.eps, "norm": request.norm}, ())
     checks: dict[str, Any] = {}
     if "--no-precheck" not in typed_words(command):
         checks["examine"] = lambda target: examine(target, request)
@@ -137,11 +158,13 @@ def merge_shards(
 
 
 def _request_of(settings: Mapping[str, Any], home: Path) -> AuditRequest:
-    code = next((name for name in settings.get("attacks", ()) if names_code(str(name))), None)
-    check_code_trusted(code, f"the run folder '{home}'")
+    attacks = settings.get("attacks")
+    names = attacks if isinstance(attacks, list) else [attacks]
+    check_code_trusted(next((str(name) for name in names if names_code(str(name))), None), f"the run folder '{home}'")
     known = {each.name: settings[each.name] for each in fields(AuditRequest) if each.name in settings}
-    eps = read_quantity(known["eps"], "eps")
-    return AuditRequest(**{**known, "attacks": tuple(known["attacks"]), "eps": eps})
+    if "eps" in known:
+        known["eps"] = read_quantity(str(known["eps"]), "eps")
+    return validated(AuditRequest, known, f"'{home / 'command.json'}', field 'settings'")
 
 
 def _collect(runs: Sequence[Path], home: Path) -> None:
@@ -173,9 +196,21 @@ def _collect(runs: Sequence[Path], home: Path) -> None:
             copy = shard.folder(home)
             if not copy.exists():
                 torn = copy.with_name(f".{copy.name}.copying")
-                shutil.rmtree(torn, ignore_errors=True)
-                shutil.copytree(path, torn)
-                torn.rename(copy)
+                with disk_errors_reported(copy):
+                    shutil.rmtree(torn, ignore_errors=True)
+                    _copy_files(path, torn)
+                    torn.rename(copy)
+
+
+def _copy_files(folder: Path, copy: Path) -> None:
+    """Copy the regular files below a folder; links to other folders are not followed."""
+    for place, _, names in os.walk(folder):
+        target = copy / Path(place).relative_to(folder)
+        target.mkdir(parents=True)
+        for name in names:
+            source = Path(place) / name
+            check_regular_file(source, "the file of a shard")
+            shutil.copyfile(source, target / name)
 
 
 def _command_of(run: Path) -> dict[str, Any]:

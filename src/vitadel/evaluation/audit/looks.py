@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-import pyarrow.parquet as pq
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.quantities import percent, quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.run_folder import RunFolder
+from vitadel.runtime.safe_reading import read_sample_table, validated
 from vitadel.sequential import Plan, fixed_size, make_plan, paired_evidence
 from vitadel.statistics import share
 
@@ -78,7 +79,7 @@ class _Within:
         fixed = fixed_size(self.points / 100)
         sentence = f"The interval of the worst case is {half:.2g} points either way"
         if reached:
-            sentence += f", from {n:,} images at {len(looks)} looks; a sample of a fixed size would need {fixed:,}."
+            sentence += f", from {n:,} images at {len(looks)} look{'s' * (len(looks) > 1)}; a sample of a fixed size would need {fixed:,}."
         else:
             sentence += f", and {self.points:g} were asked for: all {n:,} images are used."
         estimator = "Wilson's interval with continuity correction, calibrated for the looks"
@@ -145,31 +146,45 @@ def _robust_in(path: Path, target: Target, request: AuditRequest) -> dict[int, b
     folder = RunFolder(path)
     if not folder.complete:
         raise UserError(f"--compare-with {path}: it holds no finished audit")
-    results = folder.results()
-    threat = results.get("threat") or {}
-    about = results.get("data") or {}
+    other = _read_other(folder.results(), path)
+    about, threat = other.data or {}, other.threat or {}
     wanted = {
         "data": (about.get("spec"), target.data_spec),
         "size": (about.get("pixels"), list(target.preprocess.shape)),
         "norm": (threat.get("norm"), request.norm),
         "eps": (threat.get("eps_text"), quantity_text(request.eps)),
-        "attacks": ([entry["name"] for entry in results.get("attacks") or ()], list(request.attacks)),
-        "precision": (results.get("precision"), request.precision),
+        "attacks": ([entry.get("name") for entry in other.attacks or ()], list(request.attacks)),
+        "precision": (other.precision, request.precision),
     }
     differing = [f"{what}: {there} there, {here} here" for what, (there, here) in wanted.items() if there != here]
-    if differing or not results.get("worst_case"):
+    if differing or not other.worst_case:
         reason = "; ".join(differing) or "it has no worst case"
         raise UserError(f"--compare-with {path} cannot be compared: {reason}. Give an audit by the same attacks.")
-    table = pq.read_table(path / "samples.parquet")
+    held = [f"held:{entry['name']}" for entry in other.attacks or () if not entry.get("own_rules")]
+    table = read_sample_table(path / "samples.parquet", held)
     labels = target.source.labels()
     index = table.column("index").to_pylist()
-    if [int(labels[row]) if row < len(labels) else None for row in index] != table.column("label").to_pylist():
-        raise UserError(f"--compare-with {path}: its labels are not those of {target.data_spec}")
-    robust = table.column("clean_correct").to_numpy()
-    for entry in results["attacks"]:
-        if not entry.get("own_rules"):
-            robust = robust & table.column(f"held:{entry['name']}").to_numpy()
+    known = [int(labels[row]) if 0 <= row < len(labels) else None for row in index]
+    if known != table.column("label").to_pylist() or len({*index}) < len(index):
+        raise UserError(f"--compare-with {path}: its images and labels are not those of {target.data_spec}")
+    robust = np.logical_and.reduce([table.column(name).to_numpy() for name in ("clean_correct", *held)])
     return dict(zip(index, robust.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class _Other:
+    """The fields of results.json that tell whether an audit can be compared with."""
+
+    data: dict[str, Any] | None = None
+    threat: dict[str, Any] | None = None
+    attacks: list[dict[str, Any]] | None = None
+    precision: str | None = None
+    worst_case: dict[str, Any] | None = None
+
+
+def _read_other(results: Mapping[str, Any], path: Path) -> _Other:
+    known = {each.name: results[each.name] for each in fields(_Other) if each.name in results}
+    return validated(_Other, known, f"--compare-with: '{path / 'results.json'}'")
 
 
 def run_looks(

@@ -85,7 +85,7 @@ def reopen(run_or_model: str | Path | nn.Module, settings: Mapping[str, Any], gi
         "batch_size": opening.batch_size,
         "seed": opening.seed,
         "skip_bad": opening.skip_bad,
-        "eps": read_quantity(known["eps"], "eps"),
+        "eps": read_quantity(str(known["eps"]), "eps"),
         "norm": known["norm"],
     }
     return Reopened(opening, request, given, recorded, **objects)

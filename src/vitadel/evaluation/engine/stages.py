@@ -221,18 +221,21 @@ def run_stage(
     indices: Tensor,
     work: Callable[[int, Batch], BatchRecord],
     note: Callable[[BatchRecord], str] = lambda record: "",
+    holds: str = "",
 ) -> list[BatchRecord]:
     """Compute this process's missing batches, wait for the other processes, and return all records in order.
 
-    `note` is shown beside the progress, from the record of the last batch.
+    `note` is shown beside the progress. A found record without what it `holds` (see `found_records`) is computed again.
     """
     chunks = context.numbered_chunks(indices)
     mine = [*chunks][context.processes.rank :: context.processes.count]
-    todo = [k for k in mine if not _is_done(context.cache.find(stage, k), chunks[k])]
+    todo = [k for k in mine if not _is_done(context.cache.find(stage, k), chunks[k], holds, context.classes)]
     total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
     shown = context.show_progress and context.processes.is_main
     began = time.perf_counter()
-    with progress(_readable(stage), total, shown, context.expected.get(stage)) as meter:
+    # Budgets as people write them: studies name their stages, and so the files of batches, by the exact number.
+    title = re.sub(r"\b0\.[0-9]{6,}\b", lambda number: quantity_text(float(number[0])), stage)
+    with progress(title, total, shown, context.expected.get(stage)) as meter:
         if saved:
             meter.advance(saved, RESUMED)
         stream = read_batches(context.source, (chunks[k] for k in todo), context.preprocess, skip_bad=context.skip_bad)
@@ -274,13 +277,12 @@ def share_wrong(record: BatchRecord) -> tuple[float, int]:
     return int((~record["right"]).sum()), record["right"].size
 
 
-def _readable(stage: str) -> str:
-    """Budgets as people write them: studies name their stages, and so the files of batches, by the exact number."""
-    return re.sub(r"\b0\.[0-9]{6,}\b", lambda number: quantity_text(float(number[0])), stage)
+def _is_done(record: BatchRecord | None, chunk: list[int], holds: str, classes: int | None) -> bool:
+    if record is None:
+        return False
+    from vitadel.evaluation.engine.found_records import is_sound  # few runs find any
 
-
-def _is_done(record: BatchRecord | None, chunk: list[int]) -> bool:
-    return record is not None and "chunk" in record and record["chunk"].tolist() == chunk
+    return is_sound(record, chunk, holds, classes)
 
 
 def clean_stage(context: RunContext, indices: Tensor, stage: str = "clean") -> list[BatchRecord]:
@@ -306,7 +308,7 @@ def clean_stage(context: RunContext, indices: Tensor, stage: str = "clean") -> l
             "bad": np.asarray(bad),
         }
 
-    return run_stage(context, stage, indices, work)
+    return run_stage(context, stage, indices, work, holds="predictions")
 
 
 @dataclass(frozen=True)
@@ -492,7 +494,7 @@ def _one_attack(
         broken += int((~record["held"]).sum())
         return f"{broken} broken"
 
-    records = run_stage(context, stage, indices, work, note)
+    records = run_stage(context, stage, indices, work, note, "verdicts")
     if context.costs is not None:
         context.costs.add_attack(stage, attack, records)
     return records
