@@ -134,7 +134,9 @@ def test_what_is_on_this_machine_is_not_copied(tmp_path: Path):
 
 
 @pytest.mark.parametrize("silent", ["exists", "find", "get_file"])
-def test_a_storage_that_does_not_answer_is_given_up(memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str):
+def test_a_storage_that_does_not_answer_is_given_up(
+    memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str
+):
     memory.pipe("/b/test.npz", archive(1))
     ended = threading.Event()
     monkeypatch.setattr(memory, silent, lambda *given: ended.wait(20))

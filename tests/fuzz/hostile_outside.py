@@ -160,7 +160,17 @@ def comparisons(draw: st.DrawFn) -> Case:
 
 
 _PARTS = ("1/2", "2/2", "0/2", "3/2", "1/0", "-1/2", "1/999999", "1/9999999", "1/2/3", "٣/٤", " 1/2 ", "1 / 2", "a/b")
-_KEYS = ("shards", "partition", "timeout_min", "mem_gb", "gpus_per_node", "array_parallelism", "signal_delay_s", "x", "")
+_KEYS = (
+    "shards",
+    "partition",
+    "timeout_min",
+    "mem_gb",
+    "gpus_per_node",
+    "array_parallelism",
+    "signal_delay_s",
+    "x",
+    "",
+)
 
 
 @st.composite
@@ -224,7 +234,9 @@ def foreign_attacks(draw: st.DrawFn) -> Case:
     """Names of attacks of other libraries and of the user's code, with settings that may not exist or not fit."""
     strange = st.tuples(st.sampled_from(["torchattacks:", "foolbox:", "art:", "python:", "nope:"]), texts).map("".join)
     names = _foreign_names()
-    name = draw(st.one_of(st.sampled_from(names or _CODE), st.sampled_from(names or _CODE), st.sampled_from(_CODE), strange))
+    name = draw(
+        st.one_of(st.sampled_from(names or _CODE), st.sampled_from(names or _CODE), st.sampled_from(_CODE), strange)
+    )
     if draw(st.booleans()):
         pairs = [f"{draw(st.sampled_from(_SETTINGS))}={draw(anything)}" for _ in range(draw(st.integers(1, 2)))]
         name += f"({','.join(pairs)})"
@@ -243,15 +255,75 @@ def foreign_attacks(draw: st.DrawFn) -> Case:
 
 _PROTOCOLS = (
     *("memory", "file", "local", "s3", "gs", "gcs", "hf", "abfs", "az", "http", "https", "ftp", "sftp", "ssh", "smb"),
-    *("zip", "tar", "data", "dir", "reference", "github", "gist", "git", "hdfs", "webhdfs", "webHDFS", "jupyter", "dask"),
-    *("cached", "simplecache", "blockcache", "filecache", "generic", "libarchive", "dbfs", "oci", "oss", "wandb", "root"),
-    *("asynclocal", "arrow_hdfs", "lakefs", "nope", "", "S3", "é", "a b", "simplecache::s3", "zip::file", "::", "x::memory"),
+    *(
+        "zip",
+        "tar",
+        "data",
+        "dir",
+        "reference",
+        "github",
+        "gist",
+        "git",
+        "hdfs",
+        "webhdfs",
+        "webHDFS",
+        "jupyter",
+        "dask",
+    ),
+    *(
+        "cached",
+        "simplecache",
+        "blockcache",
+        "filecache",
+        "generic",
+        "libarchive",
+        "dbfs",
+        "oci",
+        "oss",
+        "wandb",
+        "root",
+    ),
+    *(
+        "asynclocal",
+        "arrow_hdfs",
+        "lakefs",
+        "nope",
+        "",
+        "S3",
+        "é",
+        "a b",
+        "simplecache::s3",
+        "zip::file",
+        "::",
+        "x::memory",
+    ),
 )
 _PLACES = (
-    *("bucket/d.npz", "d.npz", "./d.npz", "photos", "d.{npz,tar}", "*", "**", "[", "{", "{0..99999999}.tar", "b/{a,b}" * 30),
+    *(
+        "bucket/d.npz",
+        "d.npz",
+        "./d.npz",
+        "photos",
+        "d.{npz,tar}",
+        "*",
+        "**",
+        "[",
+        "{",
+        "{0..99999999}.tar",
+        "b/{a,b}" * 30,
+    ),
     *("", "/", "//", "/dev/zero", "/dev/stdin", "/proc/self/environ", "../d.npz", "a/../../b", "~/x", "a" * 300, "é/x"),
     *("127.0.0.1:9/x", "127.0.0.1:1", "user:pass@127.0.0.1:9/x", "[::1]:9/x", "localhost:99999/x", "10.255.255.1/x"),
-    *("d.npz::file://d.npz", "a.npz::zip://d.npz", "?x=y", "#x", "%2e%2e/x", "b?versionId=1", "org/repo@main:x", "b/x y"),
+    *(
+        "d.npz::file://d.npz",
+        "a.npz::zip://d.npz",
+        "?x=y",
+        "#x",
+        "%2e%2e/x",
+        "b?versionId=1",
+        "org/repo@main:x",
+        "b/x y",
+    ),
 )
 
 
@@ -278,5 +350,7 @@ def sound() -> list[Case]:
         Case(("merge", "run", "--out", "merged", *_CPU), "shards", works=True),
         Case((*material.COMPARED, "--compare-with", "run", *_CPU), "within"),
         Case(("audit", material.MODEL, "--attacks", "fgsm", "--shard", "1/2", "--out", "out", "--limit", "4", *_CPU)),
-        Case(("attack", material.MODEL, "--attacks", "fgsm", "--data", npz, "--data-root", "runs", "--limit", "4", *_CPU)),
+        Case(
+            ("attack", material.MODEL, "--attacks", "fgsm", "--data", npz, "--data-root", "runs", "--limit", "4", *_CPU)
+        ),
     ]

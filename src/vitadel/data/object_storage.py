@@ -71,7 +71,9 @@ def _copy_all(storage: Any, url: str, patterns: list[str], copies: Path, protoco
     files = dict.fromkeys(listed)
     for path in files:
         if ".." in path.split("/"):
-            raise UserError(f"'{url}': the storage has a file '{path}', whose copy would be in another folder. Rename it.")
+            raise UserError(
+                f"'{url}': the storage has a file '{path}', whose copy would be in another folder. Rename it."
+            )
         _copy(storage, path, home / path.lstrip("/"), copies / _VERSIONS / protocol / path.lstrip("/"))
     _remove_others(storage, patterns, home, {home / path.lstrip("/") for path in files})
     return str(home / str(storage._strip_protocol(url)).lstrip("/"))

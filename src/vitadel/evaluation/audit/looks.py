@@ -78,8 +78,9 @@ class _Within:
         reached = half <= self.points
         fixed = fixed_size(self.points / 100)
         sentence = f"The interval of the worst case is {half:.2g} points either way"
+        times = "1 look" if len(looks) == 1 else f"{len(looks)} looks"
         if reached:
-            sentence += f", from {n:,} images at {len(looks)} look{'s' * (len(looks) > 1)}; a sample of a fixed size would need {fixed:,}."
+            sentence += f", from {n:,} images at {times}; a sample of a fixed size would need {fixed:,}."
         else:
             sentence += f", and {self.points:g} were asked for: all {n:,} images are used."
         estimator = "Wilson's interval with continuity correction, calibrated for the looks"

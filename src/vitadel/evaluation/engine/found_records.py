@@ -11,9 +11,9 @@ from vitadel.runtime.safe_reading import parse_json
 
 
 def is_sound(record: BatchRecord, chunk: list[int], holds: str, classes: int | None) -> bool:
-    """Whether the record is of the samples of a batch and `holds` their "predictions" or "verdicts", if that is checked.
+    """Whether the record is of the samples of this batch and has what it `holds` of them: "predictions" or "verdicts".
 
-    `classes` is the number of outputs by the model's record.
+    Nothing else is checked. `classes` is the number of outputs by the model's record.
     """
     if "chunk" not in record or record["chunk"].tolist() != chunk:
         return False
