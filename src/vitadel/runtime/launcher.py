@@ -52,7 +52,7 @@ def read_launcher(text: str) -> Launcher:
         settings[name] = int(value) if value.isdecimal() else value
     shards = settings.pop("shards", None)
     if shards is not None and (not isinstance(shards, int) or not 1 <= shards <= _MOST_SHARDS):
-        raise UserError(f"--launcher: shards must be a number from 1 to {_MOST_SHARDS}, got {shards!r}")
+        raise UserError(f"--launcher: shards must be a number, at most {_MOST_SHARDS} and at least 1, got {shards!r}")
     return Launcher(shards, settings)
 
 

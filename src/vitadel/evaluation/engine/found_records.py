@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vitadel.errors import UserError
-from vitadel.evaluation.engine.stages import NOTE
 from vitadel.runtime.run_folder import BatchRecord
 from vitadel.runtime.safe_reading import parse_json
+
+_OF_AN_ATTACK = ("chunk", "seconds", "index", "held", "void", "gradients", "forwards")  # besides notes about samples
 
 
 def is_sound(record: BatchRecord, chunk: list[int], holds: str, classes: int | None) -> bool:
@@ -42,7 +43,7 @@ def _has_predictions(record: BatchRecord, chunk: list[int], classes: int | None)
 
 
 def _has_verdicts(record: BatchRecord, chunk: list[int]) -> bool:
-    notes = [record[name] for name in record if name.startswith(NOTE)]
+    notes = [record[name] for name in record if name not in _OF_AN_ATTACK]
     return (
         _has_timed(record, ["index"], (len(chunk),), "iu")
         and record["index"].tolist() == chunk
