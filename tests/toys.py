@@ -60,3 +60,23 @@ def trained_toy() -> tuple[nn.Module, Tensor, Tensor]:
         nn.functional.cross_entropy(model(x[:400]), y[:400]).backward()
         optimizer.step()
     return model.eval(), x[400:], y[400:]
+
+
+class BrightnessThreshold(nn.Module):
+    """Class 1 if the mean pixel is above a half; with `rough`, the logits are not linear in it."""
+
+    def __init__(self, rough: float = 0.0) -> None:
+        super().__init__()
+        self.at = nn.Parameter(torch.tensor(0.5))
+        self.rough = rough
+
+    def forward(self, x: Tensor) -> Tensor:
+        gap = x.mean((1, 2, 3)) - self.at
+        gap = gap + self.rough * gap**3
+        return torch.stack([-gap, gap], 1)
+
+
+def bright_images(count: int) -> tuple[Tensor, Tensor]:
+    """Images of one brightness each, from 0.3 to 0.7: in Linf a `BrightnessThreshold` is as far as that is from 0.5."""
+    bright = 0.3 + 0.4 * torch.rand(count, generator=torch.Generator().manual_seed(0))
+    return bright[:, None, None, None].expand(count, 3, 4, 4).contiguous(), (bright > 0.5).long()

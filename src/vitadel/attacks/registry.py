@@ -146,7 +146,8 @@ class AttackEntry:
 
     `exact`: on a linear model it finds the boundary whenever the budget reaches it, which `vitadel selftest` checks.
     `needs_vit`: it refuses models whose attention or patches are not known. `adaptive`: most samples cost less than
-    the maximum that `passes` gives. `norms`: those of the threats that it can be built with.
+    the maximum that `passes` gives. `minimal`: it looks for the smallest perturbation, also beyond a budget. `norms`:
+    those of the threats that it can be built with.
     """
 
     build: Callable[..., Attack]
@@ -154,6 +155,7 @@ class AttackEntry:
     exact: bool = True
     needs_vit: bool = False
     adaptive: bool = False
+    minimal: bool = False
     norms: tuple[str, ...] = (*NORMS,)
 
     @property
@@ -193,6 +195,7 @@ class PrefixEntry:
 
 
 _inexact = partial(AttackEntry, exact=False)
+_minimal = partial(AttackEntry, minimal=True)
 _on_vits = partial(AttackEntry, exact=False, needs_vit=True)
 
 ATTACKS: dict[str, AttackEntry] = {
@@ -208,16 +211,17 @@ ATTACKS: dict[str, AttackEntry] = {
     "apgd-ce": AttackEntry(apgd_ce, "APGD-CE: Auto-PGD on the cross-entropy (Croce & Hein 2020)"),
     "apgd-dlr": AttackEntry(apgd_dlr, "APGD-DLR: Auto-PGD on the difference of logits ratio (Croce & Hein 2020)"),
     "apgd-t": AttackEntry(apgd_t, "APGD-T: Auto-PGD towards the most likely wrong classes (Croce & Hein 2020)"),
-    "fab": AttackEntry(fab, "FAB: smallest perturbation across the decision boundary (Croce & Hein 2020)"),
-    "fab-t": AttackEntry(fab_t, "FAB-T: FAB towards one wrong class at a time, cheaper for many classes"),
-    "ddn": AttackEntry(
-        ddn, "DDN: smallest L2 perturbation, direction and norm apart (Rony et al. 2019)", norms=("l2",)
+    "fab": _minimal(fab, "FAB: smallest perturbation across the decision boundary (Croce & Hein 2020)"),
+    "fab-t": _minimal(fab_t, "FAB-T: FAB towards one wrong class at a time, cheaper for many classes"),
+    "ddn": _minimal(ddn, "DDN: smallest L2 perturbation, direction and norm apart (Rony et al. 2019)", norms=("l2",)),
+    "fmn": _minimal(fmn, "FMN: fast minimum-norm attack, also in L0 (Pintor et al. 2021)", norms=(*ALL_NORMS,)),
+    "deepfool": _minimal(
+        deepfool,
+        "DeepFool: steps to the nearest linearized boundary (Moosavi-Dezfooli et al. 2016)",
+        exact=False,
+        adaptive=True,
     ),
-    "fmn": AttackEntry(fmn, "FMN: fast minimum-norm attack, also in L0 (Pintor et al. 2021)", norms=(*ALL_NORMS,)),
-    "deepfool": _inexact(
-        deepfool, "DeepFool: steps to the nearest linearized boundary (Moosavi-Dezfooli et al. 2016)", adaptive=True
-    ),
-    "superdeepfool": AttackEntry(
+    "superdeepfool": _minimal(
         superdeepfool,
         "SuperDeepFool: DeepFool with returns to the shortest way (arXiv:2303.12481)",
         adaptive=True,

@@ -72,6 +72,8 @@ def audit(
     how: ClassifierFlags = ClassifierFlags(),
     within: Annotated[float | None, option("as many images as +- this many points of the worst case need")] = None,
     compare_with: Annotated[str | None, option("as many images as a decided difference to this run needs")] = None,
+    curve: Annotated[bool, option("robust accuracy at every eps, from one run", "--curve")] = False,
+    second_phase: Annotated[int | None, option("run the last attack on so many of those left, and estimate")] = None,
     protocol: Annotated[str | None, option("a standard evaluation by name; see 'vitadel list protocols'")] = None,
     suite: Annotated[str | None, option("alias of the verbs corruptions, stability, threat-levels")] = None,
     gates: GateFlags = GateFlags(),
@@ -97,8 +99,10 @@ def audit(
         "calibration": calibration,
         "precision": precision,
     }
-    own |= {"within": within, "compare_with": compare_with}
+    own |= {"within": within, "compare_with": compare_with, "curve": curve or None, "second_phase": second_phase}
     divided = launcher is not None or shard is not None
+    if divided and (curve or second_phase is not None):
+        raise UserError("--curve and --second-phase need all images in one place: leave out --shard and --launcher")
     if divided and (within is not None or compare_with is not None):
         raise UserError("--within and --compare-with need all images in one place: leave out --shard and --launcher")
     if compare_with is not None and gates.fail_under is not None:

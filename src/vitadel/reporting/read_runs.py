@@ -248,7 +248,8 @@ _SETTINGS = {"attacks?": "a list of texts"}
 _ENVIRONMENT = {"packages?": "an object"}
 _RESULTS = {
     **dict.fromkeys(("model?", "data?", "threat?"), "an object"),
-    **dict.fromkeys(("clean?", "worst_case?", "protocol?", "published?", "study?", "sequential?"), "an object or null"),
+    **dict.fromkeys(("clean?", "worst_case?", "protocol?", "published?", "study?"), "an object or null"),
+    **dict.fromkeys(("sequential?", "two_phase?", "curve?"), "an object or null"),
     "assumptions?": "a list of texts or null",
     **dict.fromkeys(("attacks?", "findings?"), "a list or null"),
     **dict.fromkeys(("suite?", "precision?"), "text or null"),
@@ -281,6 +282,8 @@ _PARTS: Mapping[str, Fields] = {
         **dict.fromkeys(("comparable_with?", "nearest_is?"), "text or null"),
     },
     "sequential": {"sentence": "text"},
+    "two_phase": {"sentence": "text"},
+    "curve": {"sentence": "text", "budgets": "a list", "median_distance": "an object", "area": "an object"},
     "published": {"model": "text", "source": "text", "consistent": "anything", "sentences": "a list of texts"},
 }
 _FINDING = {"check": "text", "verdict": "text", "evidence": "anything", "advice": "text or null", "title?": "text"}

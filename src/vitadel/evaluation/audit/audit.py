@@ -63,6 +63,7 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 if TYPE_CHECKING:
+    from vitadel.evaluation.audit.course import Course
     from vitadel.evaluation.engine.class_mapping import Classes
 
 __all__ = [
@@ -97,7 +98,8 @@ class AuditRequest(RunRequest):
     the model are saved in the run folder, as floats or also as 8-bit pictures. `protocol` is the name of an evaluation
     protocol that the run must agree with. `calibration` is data for attacks that study the model first. `within`
     percentage points of the worst case either way, or a decided difference to the run `compare_with`, are reached with
-    as few images as possible.
+    as few images as possible. `curve` measures the smallest known distance of each image. With `second_phase` the last
+    attack runs on so many random images of those still correct, and the worst case is estimated.
     """
 
     attacks: tuple[str, ...] = DEFAULT_ATTACKS
@@ -111,6 +113,8 @@ class AuditRequest(RunRequest):
     protocol: str | None = None
     within: float | None = None
     compare_with: str | None = None
+    curve: bool | None = None
+    second_phase: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,6 +207,8 @@ def run_audits(target: Target, requests: Sequence[AuditRequest], processes: Proc
         return run_audit(target, requests[0], processes, **more)
     if requests[0].within is not None or requests[0].compare_with is not None:
         raise UserError("--within and --compare-with take one threat; name one norm and one eps")
+    if requests[0].curve or requests[0].second_phase is not None:
+        raise UserError("--curve and --second-phase take one threat; name one norm and one eps")
     from vitadel.evaluation.audit.union import run_union
 
     return run_union(target, requests, processes, check_request, run_audit, **more)
@@ -218,6 +224,11 @@ def run_audit(
     **options: Unpack[RunOptions],
 ) -> Outcome:
     """Audit the target. `examine` gives findings about the model before anything is attacked."""
+    course: Course | None = None
+    if request.curve or request.second_phase is not None:
+        from vitadel.evaluation.audit.course import course_of
+
+        course = course_of(request)
     if request.within is not None or request.compare_with is not None:
         from vitadel.evaluation.audit.looks import run_looks
 
@@ -232,7 +243,9 @@ def run_audit(
     settings = run_settings(target, request, indices)
 
     def work(run: Run) -> dict[str, Any]:
-        return AuditWork(run, target, request, settings, protocol).judged(indices, mislabeled, examine)[0]
+        audit = AuditWork(run, target, request, settings, protocol, course=course)
+        results, verdicts = audit.judged(indices, mislabeled, examine)
+        return results if course is None else course.finish(run, results, verdicts)
 
     return execute(verb, target.model_spec, settings, processes, work, target=target, **options)
 
@@ -288,6 +301,7 @@ class AuditWork:
     settings: dict[str, Any]
     protocol: dict[str, Any]
     blocks: Blocks | None = None
+    course: Course | None = None
 
     def judged(
         self,
@@ -305,8 +319,12 @@ class AuditWork:
             forward = (time.perf_counter() - start) / len(verdicts.index)
             findings = self._findings_about_clean(context, verdicts) + findings
             findings += findings_about_outputs(context, verdicts.index)
-            context = self._with_expected_times(context, verdicts, forward)
-            attacks, members = self.attack(context, verdicts, indices, findings)
+            if self.course is None:
+                context = self._with_expected_times(context, verdicts, forward)
+                attacks, members = self.attack(context, verdicts, indices, findings)
+            else:
+                run.write_unfinished(self._results(verdicts, findings))
+                attacks, members = self.course.attack(self, context, verdicts, indices, findings)
             results = self._results(verdicts, findings) | accuracy_among_all(context, verdicts.index)
             if self.target.model_spec.startswith("published:"):
                 from vitadel.evaluation.audit.published_numbers import compare_with_published

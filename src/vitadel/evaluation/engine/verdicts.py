@@ -28,6 +28,8 @@ from vitadel.evaluation.engine.stages import (
 from vitadel.evaluation.engine.target import AMONG_DATA, SubsetLogits
 from vitadel.statistics import share
 
+_AFTER_ALL = "after this and all earlier attacks"
+
 
 @dataclass
 class Verdicts:
@@ -84,18 +86,29 @@ class Verdicts:
         before = self.correct if alone else self.robust
         seen = np.concatenate([record["index"] for record in members[0].records] or [np.empty(0, np.int64)])
         assert seen.tolist() == self.index[before].tolist(), "an attack must be run on every exposed sample"
-        held = torch.isin(self.index, members[-1].held)
-        self.held[name] = held
         if own_rules:
             self.outside.add(name)
+        self.append(name, settings, torch.isin(self.index, members[-1].held), members, _counts(alone, own_rules))
+
+    def append(
+        self,
+        name: str,
+        settings: dict[str, object],
+        held: Tensor,
+        members: Sequence[MemberResult],
+        counts: str = _AFTER_ALL,
+    ) -> None:
+        """Add an attack's entry; `held` says of all samples whether they are robust, in the sense of `counts`."""
+        self.held[name] = held
         records = [record for member in members for record in member.records]
+        seen = {index for member in members for record in member.records for index in record["index"].tolist()}
         entry = {
             "name": name,
             "settings": settings,
             **share(int(held.sum()), len(held), "held", "robust_accuracy"),
-            "counts": _counts(alone, own_rules),
-            "own_rules": own_rules,
-            "attacked": int(before.sum()),
+            "counts": counts,
+            "own_rules": name in self.outside,
+            "attacked": len(seen),
             **costs_of(records),
             "judged_on": "deployed model",
             "paper_style": None,  # of attention scaling only, which counts it apart
@@ -137,7 +150,7 @@ def accuracy_among_all(context: RunContext, indices: Tensor) -> dict[str, Any]:
 def _counts(alone: bool, own_rules: bool) -> str:
     if own_rules:
         return "this attack alone, by its own rules; no part of the worst case"
-    return "this attack alone" if alone else "after this and all earlier attacks"
+    return "this attack alone" if alone else _AFTER_ALL
 
 
 def costs_of(records: Sequence[BatchRecord]) -> dict[str, Any]:

@@ -53,9 +53,11 @@ def audit_sentence(run: Run) -> str:
 
 
 def _looks(run: Run) -> str:
-    """How an audit ended that looks at a growing sample."""
-    found = run.results.get("sequential")
-    return f" {found['sentence']}" if found else ""
+    """How an audit went that looks at a growing sample, estimates, or measures distances."""
+    return "".join(f" {found['sentence']}" for name in _COURSES if (found := run.results.get(name)))
+
+
+_COURSES = ("sequential", "two_phase", "curve")
 
 
 def _other_threats(run: Run) -> str:
@@ -112,7 +114,7 @@ def accuracy_section(runs: Sequence[Run]) -> Section | None:
 
 
 def audit_sections(run: Run) -> list[Section]:
-    parts = (_published, _attacks, _gains, _classes, _examples, _class_mapping, _protocol)
+    parts = (_published, _curve, _attacks, _gains, _classes, _examples, _class_mapping, _protocol)
     return [section for make in parts if (section := make(run)) is not None]
 
 
@@ -138,6 +140,15 @@ def _attacks(run: Run) -> Section | None:
     device = run.environment.get("device_name") or run.environment.get("device") or ""
     content = {"rows": rows, "threat": threat_text(run), "total": total, "device": str(device)}
     return Section("Attacks", block="attacks", content=content)
+
+
+def _curve(run: Run) -> Section | None:
+    """Robust accuracy against eps, of a run that measured distances."""
+    if not run.results.get("curve"):
+        return None
+    from vitadel.reporting.distance_curve import curve_section
+
+    return curve_section(run)
 
 
 def _gains(run: Run) -> Section | None:
@@ -340,8 +351,7 @@ def show_audit(run: Run) -> None:
             notes.append(f"{entry['name']}, counted as in its paper: {accuracy}{clean}, {style['remark']}.")
     if results.get("compile"):
         notes.append(results["compile"])
-    if results.get("sequential"):
-        notes.append(results["sequential"]["sentence"])
+    notes += [results[name]["sentence"] for name in _COURSES if results.get(name)]
     if (results.get("protocol") or {}).get("nearest"):  # else there is nothing that could be compared with
         notes.append(_comparability(results["protocol"]))
     for note in notes:
