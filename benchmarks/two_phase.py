@@ -3,8 +3,8 @@
     python benchmarks/two_phase.py
 
 Each row is an audit of n images: a cheap attack leaves a share of them, of which the expensive one breaks a part; it is
-run on `sampled` random ones. `cost` is that of the estimate over that of an ordinary audit whose interval is as wide, in
-passes (a gradient counts two), with `apgd-ce(steps=20)` as the cheap attack and AutoAttack as the expensive one.
+run on `sampled` random ones. `cost` is that of the estimate over that of an ordinary audit whose interval is as wide,
+in passes (a gradient counts two), with `apgd-ce(steps=20)` as the cheap attack and AutoAttack as the expensive one.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class DataFlags:
     data_root: DataRoot = None
     limit: Annotated[int | None, option("use a seeded, class-balanced subset of this size")] = None
     batch_size: Annotated[int, option("samples per batch")] = 64
-    seed: Annotated[int, option("random seed (each sample has its own random stream)")] = 0
+    seed: Annotated[int, option("random seed (every sample has its own stream)")] = 0
     skip_bad: Annotated[bool, rare("leave out unreadable samples and count them", "--skip-bad")] = False
 
     def for_request(self) -> dict[str, Any]:
