@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 
+from device_double import DeviceDouble
 from vitadel.errors import UserError
-from vitadel.runtime.distributed import Processes, check_all_joined
+from vitadel.runtime.distributed import Processes, check_all_joined, join_processes
 
 _WORK = """
 import torch
@@ -56,3 +57,12 @@ def test_processes_that_did_not_join_are_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # as a launcher that this process never heard of would set it
     with pytest.raises(UserError, match=r"started 2 processes .* only 1 joined"):
         check_all_joined(1, "cuda")
+
+
+def test_a_device_without_float64_is_not_chosen_and_refused(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with DeviceDouble("mps", floats=32) as double:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: double.device)
+        assert join_processes("auto").device == torch.device("cpu")
+        with pytest.raises(UserError, match=r"has no float64.*--device cpu"):
+            join_processes("mps:0")

@@ -84,6 +84,7 @@ def audit(
     precision: options.Precision = "fp32",
     launcher: options.Launcher = None,
     shard: Annotated[str | None, rare("part I/N of the images; see 'vitadel merge'")] = None,
+    workers: Annotated[int | None, rare("processes that read images")] = None,
 ) -> None:
     """Measure accuracy of MODEL, clean and under attack.
 
@@ -124,22 +125,30 @@ def audit(
         submit_jobs(launcher, run, shards=True)
         return
     if shard is not None:
-        _run_shard(shard, requests[0], model, how, data, run)
+        _run_shard(shard, requests[0], model, how, data, run, workers)
         return
-    outcome = run_attacks("audit", requests, model, how, data, run, precheck=precheck)
+    outcome = run_attacks("audit", requests, model, how, data, run, precheck=precheck, workers=workers)
     present(outcome, run)
     judge(outcome)
 
 
 def _run_shard(
-    shard: str, request: AuditRequest, model: str, how: ClassifierFlags, data: DataFlags, run: RunFlags
+    shard: str,
+    request: AuditRequest,
+    model: str,
+    how: ClassifierFlags,
+    data: DataFlags,
+    run: RunFlags,
+    workers: int | None,
 ) -> None:
     from vitadel.evaluation.audit.audit_shards import run_shard
     from vitadel.runtime.run_shards import read_shard
 
     part = read_shard(shard)
     processes, target = open_target(model, how, data, run.device, notes=True)
-    done = run_shard(target, request, processes, part, **run_options(run))
+    options = run_options(run)
+    options["workers"] = workers
+    done = run_shard(target, request, processes, part, **options)
     if processes.is_main:
         typer.echo(
             f"shard {part}: {done['images']} images done; when all shards are: vitadel merge {run.out}", err=True

@@ -80,6 +80,7 @@ def run_attacks(
     run: RunFlags,
     *,
     precheck: bool = False,
+    workers: int | None = None,
 ) -> Outcome:
     """Open the model and attack it; with `precheck`, the fast checks of `diagnose` come first.
 
@@ -93,7 +94,7 @@ def run_attacks(
         from vitadel.diagnosis.precheck import run_precheck
 
         checks["examine"] = lambda opened: run_precheck(opened, requests[0], processes, show_progress=True)
-    return run_audits(target, requests, processes, verb=verb, **checks, **run_options(run))
+    return run_audits(target, requests, processes, verb=verb, workers=workers, **checks, **run_options(run))
 
 
 def show_notes(notes: Mapping[str, str]) -> None:

@@ -221,6 +221,21 @@ class Batch:
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
 
+def to_unit_range(pixels: Tensor) -> Tensor:
+    """8-bit pixels as float32 in [0, 1], where they are; floats as they are.
+
+    The divisor is a tensor of the same device: CUDA multiplies by the reciprocal of a number, which rounds otherwise.
+    """
+    return pixels / torch.full((), 255.0, device=pixels.device) if pixels.dtype == torch.uint8 else pixels
+
+
+def copied_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """Tensors on a device; copies to a GPU start from pinned memory and are not waited for."""
+    if device.type != "cuda":
+        return [each.to(device) for each in tensors]
+    return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
+
+
 def read_batches(
     source: Source,
     chunks: Iterable[Sequence[int]],
@@ -228,18 +243,44 @@ def read_batches(
     *,
     threads: int = 2,
     skip_bad: bool | None = None,
+    device: torch.device | None = None,
+    workers: int = 0,
 ) -> Iterator[Batch]:
     """Yield one batch per chunk of stable indices, in order, while at most one further batch is being decoded.
 
     The threads stop when the caller stops early, also by an exception. A sample that cannot be read is a user error;
-    with `skip_bad` it is skipped and listed in `bad`.
+    with `skip_bad` it is skipped and listed in `bad`. Pixels go to the `device` as bytes, one batch ahead. With
+    `workers`, so many processes read instead of the threads.
     """
     if threads < 1:
         raise UserError(f"threads must be at least 1, got {threads}")
-    return _batches(source, _read_ahead(source, chunks, preprocess, threads), preprocess.shape, skip_bad)
+    if workers:
+        from vitadel.data.worker_processes import read_in_processes
+
+        read = read_in_processes(PixelReader(source, preprocess), chunks, workers)
+    else:
+        read = _read_ahead(source, chunks, preprocess, threads)
+    batches = _batches(source, read, preprocess.shape, skip_bad)
+    return (replace(batch, x=to_unit_range(batch.x)) for batch in _on_device(batches, device or torch.device("cpu")))
+
+
+def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on the device; the copy of each starts before the one before it is used."""
+    ahead: Batch | None = None
+    for batch in batches:
+        if device.type == "cpu":
+            yield batch
+            continue
+        x, y = copied_to(device, batch.x, batch.y)
+        current, ahead = ahead, replace(batch, x=x, y=y)
+        if current is not None:
+            yield current
+    if ahead is not None:
+        yield ahead
 
 
 def _batches(source: Source, chunks: _Chunks, shape: tuple[int, int], skip_bad: bool | None) -> Iterator[Batch]:
+    """Batches as they are read: 8-bit pixels if all images of a batch have them, else floats."""
     labels = source.labels()
     with closing(chunks):
         for chunk in chunks:
@@ -255,33 +296,48 @@ def _batches(source: Source, chunks: _Chunks, shape: tuple[int, int], skip_bad: 
                     f"Replace it{skip_advice(skip_bad, ', or skip and count such samples')}"
                 )
             indices = torch.tensor([index for index, _ in good], dtype=torch.int64)
-            x = torch.empty(len(good), 3, *shape)
+            whole = all(pixels.dtype == torch.uint8 for _, pixels in good)
+            x = torch.empty(len(good), 3, *shape, dtype=torch.uint8 if whole else torch.float32)
             for row, (_, pixels) in enumerate(good):
-                if pixels.dtype == torch.uint8:
-                    torch.div(pixels, 255, out=x[row])
-                else:
-                    x[row] = pixels
+                x[row] = pixels if whole else to_unit_range(pixels)
             yield Batch(indices, x, labels[indices], bad)
 
 
-def _read_ahead(source: Source, chunks: Iterable[Sequence[int]], preprocess: Preprocess, threads: int) -> _Chunks:
-    def work(part: Sequence[int]) -> list[_Outcome]:
-        exactly = getattr(source, "read_exactly", None)  # images in memory may be floats
-        exact = None if exactly is None else exactly(part, preprocess.shape)
-        if exact is not None:
-            return list(zip(part, exact, strict=True))
-        outcomes: list[_Outcome] = []
-        for index, image in zip(part, source.read(part), strict=True):
-            try:
-                outcomes.append((index, image if isinstance(image, Exception) else preprocess(image)))
-            except Exception as fault:  # an image that cannot be resized is as bad as one that cannot be opened
-                outcomes.append((index, fault))
-        return outcomes
+def read_pixels(source: Source, part: Sequence[int], preprocess: Preprocess) -> list[_Outcome]:
+    """Each index of `part` with its pixels, or with the reason why there are none."""
+    exactly = getattr(source, "read_exactly", None)  # images in memory may be floats
+    exact = None if exactly is None else exactly(part, preprocess.shape)
+    if exact is not None:
+        return list(zip(part, exact, strict=True))
+    outcomes: list[_Outcome] = []
+    for index, image in zip(part, source.read(part), strict=True):
+        try:
+            outcomes.append((index, image if isinstance(image, Exception) else preprocess(image)))
+        except Exception as fault:  # an image that cannot be resized is as bad as one that cannot be opened
+            outcomes.append((index, fault))
+    return outcomes
 
+
+@dataclass(frozen=True)
+class PixelReader:
+    """`read_pixels` of one source, for worker processes."""
+
+    source: Source
+    preprocess: Preprocess
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+    def __call__(self, part: Sequence[int]) -> list[_Outcome]:
+        return read_pixels(self.source, part, self.preprocess)
+
+
+def _read_ahead(source: Source, chunks: Iterable[Sequence[int]], preprocess: Preprocess, threads: int) -> _Chunks:
     def submit(chunk: Sequence[int]) -> list[Future[list[_Outcome]]]:
         indices = [int(index) for index in chunk]
         size = max(1, -(-len(indices) // threads))
-        return [pool.submit(work, indices[start : start + size]) for start in range(0, len(indices), size)]
+        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        return [pool.submit(read_pixels, source, part, preprocess) for part in parts]
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="vitadel-read")
     try:

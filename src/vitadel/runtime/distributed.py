@@ -72,19 +72,33 @@ def join_processes(device: str = "auto") -> Processes:
         raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu or auto")
     if device == "auto":
         # Without an accelerator, accelerate joins processes only if it is asked for the CPU.
-        state = PartialState(cpu=not torch.accelerator.is_available())
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        state = PartialState(cpu=found is None or not _has_float64(found))
         joined = Processes(state.process_index, state.num_processes, state.device)
     else:
         try:
             wanted = torch.device(device)
-            torch.zeros(1, dtype=torch.float64, device=wanted).item()  # distances are measured in float64
+            torch.zeros(1, device=wanted).item()
         except (RuntimeError, TypeError, AssertionError):
             raise UserError(f"device {device!r} cannot be used here; use auto, cpu, cuda or cuda:1") from None
+        if not _has_float64(wanted):
+            raise UserError(
+                f"device {device!r} has no float64, in which perturbations are measured against their budget; use "
+                "--device cpu"
+            )
         state = PartialState(cpu=wanted.type == "cpu")
         place = wanted if state.num_processes == 1 else state.device
         joined = Processes(state.process_index, state.num_processes, place)
     check_all_joined(joined.count, device)
     return joined
+
+
+def _has_float64(device: torch.device) -> bool:
+    """Whether the device can measure distances; Apple's MPS cannot."""
+    try:
+        return torch.zeros(1, dtype=torch.float64, device=device).item() == 0
+    except (RuntimeError, TypeError):
+        return False
 
 
 def check_all_joined(count: int, device: str) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as pictures
 
-from vitadel.data.batches import BadSample, Preprocess
+from vitadel.data.batches import BadSample, Preprocess, copied_to, to_unit_range
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.recipes.training_sections import Augmentation
@@ -136,7 +136,10 @@ def derive_seed(seed: int, name: str, *numbers: int) -> int:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The images one process sees at once. Random numbers of a sample are keyed by its name in `names`."""
+    """The images one process sees at once. Random numbers of a sample are keyed by its name in `names`.
+
+    Pixels are bytes until they are on their device, where they become floats in [0, 1].
+    """
 
     names: Tensor
     x: Tensor
@@ -145,7 +148,8 @@ class MicroBatch:
     plain: bool = False  # not augmented, and not to be mixed
 
     def to(self, device: torch.device) -> MicroBatch:
-        return replace(self, x=self.x.to(device), y=self.y.to(device))
+        x, y = copied_to(device, self.x, self.y)
+        return replace(self, x=to_unit_range(x), y=y)
 
 
 @dataclass(frozen=True)
@@ -271,11 +275,14 @@ class DataStream:
             cast("Dataset[MicroBatch | UserError]", dataset),
             batch_sampler=cast("Iterable[list[int]]", requests()),
             num_workers=self.workers,
-            collate_fn=cast("Callable[[list[Any]], Any]", _identity),
+            collate_fn=_as_it_is,
             prefetch_factor=2 if self.workers else None,
         )
+        read: Iterator[MicroBatch | UserError] = iter(loader)
+        if dataset.places is not None:
+            read = dataset.places.watch(read, dataset.name, "set a smaller data.workers")
         parts: list[MicroBatch] = []
-        for part in loader:
+        for part in read:
             if isinstance(part, UserError):  # raised here, as a worker process would wrap it in a traceback
                 raise part
             parts.append(part)
@@ -284,7 +291,7 @@ class DataStream:
                 parts = []
 
 
-def _identity(part: MicroBatch | UserError) -> MicroBatch | UserError:
+def _as_it_is(part: Any) -> Any:
     return part
 
 
@@ -292,11 +299,20 @@ class _Reader:
     """The data set of torch's loader, in this process or in workers; a request is (name, epoch)."""
 
     def __init__(self, stream: DataStream) -> None:
-        self.stream = stream
+        self.stream, self.places = stream, None
+        if stream.workers:
+            from vitadel.data.worker_processes import Places
+
+            self.places = Places(stream.workers)
         self.labels = (stream.source.labels(), None if stream.extra is None else stream.extra.labels())
 
     def __len__(self) -> int:
         return len(self.stream.rows)
+
+    def name(self, sample: int) -> str:
+        """The source's name of the sample of that name in a micro-batch."""
+        source = self.stream.extra if sample // _EXTRA % (_COPY // _EXTRA) == 1 else self.stream.source
+        return "" if source is None else source.name(sample % _EXTRA)
 
     def __getitem__(self, request: tuple[int, int]) -> MicroBatch | UserError:
         return self.__getitems__([request])
@@ -315,7 +331,7 @@ class _Reader:
         plain = stream.plain if int(names[0]) < _COPY else None
         augment = plain or stream.augment
         keys = SampleRNG.of_samples(stream.seed, names).stream("augment", epoch).bits().tolist()
-        x = torch.empty(len(names), 3, *stream.preprocess.shape)
+        x = torch.empty(len(names), 3, *stream.preprocess.shape, dtype=torch.uint8)
         y = torch.empty(len(names), dtype=torch.int64)
         bad: list[BadSample] = []
         for source, labels, chosen in zip((own, stream.extra), self.labels, (~extra, extra), strict=True):
@@ -323,14 +339,23 @@ class _Reader:
             if not places or source is None or labels is None:
                 continue
             wanted = rows[places].tolist()
-            for place, row, image in zip(places, wanted, source.read(wanted), strict=True):
+            for place, row, image in zip(places, wanted, self._images(source, wanted, names[places]), strict=True):
                 if isinstance(image, Exception):
                     name = int(names[place]) % _COPY
                     bad.append(BadSample(name, source.name(row), str(image)))
                     rows[place], image = self._replacement(source, name, bad[-1])
-                torch.div(augment(image, keys[place] % 2**63), 255, out=x[place])
+                x[place] = augment(image, keys[place] % 2**63)
             y[places] = labels[rows[places]]
         return MicroBatch(names, x, y, tuple(bad), plain is not None)
+
+    def _images(self, source: Source, rows: Sequence[int], names: Tensor) -> Iterator[Image.Image | Exception]:
+        """The images of a source; in a worker process one by one, so that its place is known if it dies."""
+        if self.places is None:
+            yield from source.read(rows)
+            return
+        for row, name in zip(rows, names.tolist(), strict=True):
+            self.places.enter(name)
+            yield from source.read([row])
 
     def _replacement(self, source: Source, name: int, bad: BadSample) -> tuple[int, Image.Image]:
         """Another row of the same source and its image, which depend on the seed and the unreadable sample only."""

@@ -72,7 +72,7 @@ class HeldOut:
     def _batches(self, processes: Processes) -> Iterator[Batch]:
         """This process's share of the images."""
         chunks = [part.tolist() for part in self.rows[processes.rank :: processes.count].split(_BATCH)]
-        return (batch.to(processes.device) for batch in read_batches(self.source, chunks, self.preprocess, threads=1))
+        return read_batches(self.source, chunks, self.preprocess, threads=1, device=processes.device)
 
     def measure(
         self,

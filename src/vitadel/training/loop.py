@@ -166,6 +166,8 @@ class _Trainer:
             if isinstance(plugin, ChangesBatch):
                 part = plugin.change_batch(state, part)
         x, y = part.x, part.y
+        if state.recipe.train.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
         if attack is None:
             return x, x, y
         rng = SampleRNG.of_samples(state.seed, part.names, x.device).stream("attack", state.step)

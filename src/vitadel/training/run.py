@@ -91,6 +91,8 @@ def open_training(
     """Open the data and build the model, with weights drawn from the recipe's seed, unless it is given."""
     if recipe.train.amp_dtype == "fp16" and processes.device.type == "cpu":
         raise UserError("train.amp_dtype fp16 needs a GPU; use bf16 or fp32 on a CPU")
+    if recipe.train.amp_dtype == "bf16" and processes.device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        raise UserError("train.amp_dtype bf16: this GPU has no bf16, which came with Ampere (A100); use fp16 or fp32")
     section = recipe.data
     root = section.root if data_root is None else data_root
     source = open_dataset(section.train, root=root)
@@ -274,7 +276,13 @@ def _adapted(setup: TrainingSetup, processes: Processes) -> nn.Module:
     for _, plugin in setup.recipe.plugins:
         if isinstance(plugin, PreparesModel):
             plugin.prepare(setup.model)
-    return setup.recipe.adapter.attach(setup.model.to(processes.device)).to(processes.device)
+    adapted = setup.recipe.adapter.attach(setup.model.to(processes.device)).to(processes.device)
+    train = setup.recipe.train
+    if train.channels_last or train.checkpointing:
+        from vitadel.training.memory_switches import apply_switches
+
+        apply_switches(setup.recipe, adapted)
+    return adapted
 
 
 def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool) -> TrainingState:
@@ -303,10 +311,22 @@ def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool)
             state.report(f"the head of {recipe.model.name} is new, for the {state.num_classes} classes of data.train")
         if note := describe_statistics(model, processes, recipe.train.attack_mode):
             state.report(note)
-        with fastest_attention(model, processes.device, PRECISIONS[recipe.train.amp_dtype]):
+        with fastest_attention(model, processes.device, PRECISIONS[recipe.train.amp_dtype]), _matrix_products(recipe):
             train(state, accelerator, optimizer, resume)
         end_tracking(accelerator, recipe.train.tracker, folder)
     return state
+
+
+@contextmanager
+def _matrix_products(recipe: Recipe) -> Iterator[None]:
+    """In TF32 where the recipe says so; afterwards as before."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        if recipe.train.tf32:
+            torch.set_float32_matmul_precision("high")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _validation_share(setup: TrainingSetup, attack: Attack | None, epochs: int) -> float:

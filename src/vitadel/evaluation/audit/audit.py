@@ -156,6 +156,7 @@ def audit(
     among: str = "all",
     out: str | Path | None = None,
     resume: bool = False,
+    workers: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Audit a model from Python; returns the content of `results.json`. A run folder is written if `out` names one.
@@ -167,6 +168,7 @@ def audit(
     calibration, compile, protocol; those of a protocol come from `evaluation.audit.protocols.settings`.
     `model_options` are arguments of `load_model`. `tokens` is a file of robustness tokens, which only its owner may
     read unless `allow_readable`. `norm` and `eps` may be lists, "linf,l2" and "4/255,2": the union of these threats.
+    `workers` processes read images; by default none on the CPU, and on a GPU as many as there are cores.
     Without `escalate`, autoattack-fast only warns if gradients look masked. The precheck
     of `vitadel audit` is not included: see `vitadel.diagnose`.
     """
@@ -198,7 +200,7 @@ def audit(
         classes=classes,
         among=among,
     )
-    return run_audits(target, requests, processes, out=out, resume=resume, in_memory=True).results
+    return run_audits(target, requests, processes, out=out, resume=resume, workers=workers, in_memory=True).results
 
 
 def run_audits(target: Target, requests: Sequence[AuditRequest], processes: Processes, **more: Any) -> Outcome:

@@ -84,6 +84,7 @@ class RunOptions(TypedDict, total=False):
     show_progress: bool
     costs: StageCosts | None  # of a trial: what its stages cost
     expected: Mapping[str, float]  # likely seconds of stages, if they are known already
+    workers: int | None  # processes that read images; None for as many as are usual on the device
     argv: Sequence[str]  # the command line, and how it opened model and data: for command.json
     opening: Opening | None
 
@@ -107,6 +108,7 @@ class Run:
     opening: Opening | None = None
     expected: Mapping[str, float] = field(default_factory=dict)
     costs: StageCosts | None = None
+    workers: int | None = None
     memory: MemoryCache = field(default_factory=MemoryCache)  # in place of the folder, where there is none
 
     @property
@@ -134,7 +136,7 @@ class Run:
 
     def options_inside(self, out: Path) -> RunOptions:
         shown: RunOptions = {"show_progress": self.show_progress, "expected": self.expected, "costs": self.costs}
-        return {"out": out, "resume": True, "argv": self.argv, **shown}
+        return {"out": out, "resume": True, "argv": self.argv, "workers": self.workers, **shown}
 
     def copy_from(self, folder: str, *names: str) -> None:
         """Copy files of a run inside this one, where it has them."""
@@ -154,11 +156,19 @@ class Run:
             seed=request.seed,
             classes=target.model.record.num_classes,
             skip_bad=request.skip_bad,
+            workers=self._reading_processes(),
             show_progress=self.show_progress,
             expected=self.expected,
             costs=self.costs,
             **more,
         )
+
+    def _reading_processes(self) -> int:
+        if self.workers is not None or self.processes.device.type == "cpu":  # there, the model needs the cores
+            return self.workers or 0
+        from vitadel.data.worker_processes import usual_workers
+
+        return usual_workers(self.processes.count)
 
 
 def run_settings(target: Target, request: RunRequest, indices: Tensor, **more: Any) -> dict[str, Any]:
@@ -220,7 +230,7 @@ def execute(
             from vitadel.evaluation.engine.expected_time import announce_time
 
             expected = announce_time(trial, processes)
-        run = Run(folder, processes, shown, argv, opening, expected, options.get("costs"))
+        run = Run(folder, processes, shown, argv, opening, expected, options.get("costs"), options.get("workers"))
         start = time.perf_counter()
         results = {**work(run), "complete": True}
         if run.costs is not None:

@@ -182,6 +182,7 @@ class RunContext:
     classes: int | None = None  # number of outputs by the model's record
     precision: str = "fp32"
     skip_bad: bool | None = False
+    workers: int = 0  # processes that read images; 0 for threads of this one
     show_progress: bool = False
     save_examples: SaveExamples | None = None
     compiled: nn.Module | None = None  # the same model, faster, for attacks that use outputs only
@@ -223,32 +224,30 @@ def run_stage(
     note: Callable[[BatchRecord], str] = lambda record: "",
     holds: str = "",
 ) -> list[BatchRecord]:
-    """Compute this process's missing batches, wait for the other processes, and return all records in order.
-
-    `note` is shown beside the progress. A found record without what it `holds` (see `found_records`) is computed again.
-    """
+    """Compute this process's missing batches, wait for the others, and return all records in order. `note` is shown
+    beside the progress. A found record without what it `holds` (see `found_records`) is computed again."""
     chunks = context.numbered_chunks(indices)
     mine = [*chunks][context.processes.rank :: context.processes.count]
     todo = [k for k in mine if not _is_done(context.cache.find(stage, k), chunks[k], holds, context.classes)]
     total, saved = sum(len(chunks[k]) for k in mine), sum(len(chunks[k]) for k in mine if k not in set(todo))
     shown = context.show_progress and context.processes.is_main
     began = time.perf_counter()
+    how: dict[str, Any] = {"skip_bad": context.skip_bad, "device": context.processes.device, "workers": context.workers}
     # Budgets as people write them: studies name their stages, and so the files of batches, by the exact number.
     title = re.sub(r"\b0\.[0-9]{6,}\b", lambda number: quantity_text(float(number[0])), stage)
     with progress(title, total, shown, context.expected.get(stage)) as meter:
         if saved:
             meter.advance(saved, RESUMED)
-        stream = read_batches(context.source, (chunks[k] for k in todo), context.preprocess, skip_bad=context.skip_bad)
+        stream = read_batches(context.source, (chunks[k] for k in todo), context.preprocess, **how)
         for k, batch in zip(todo, stream, strict=True):
             start = time.perf_counter()
-            record = work(k, batch.to(context.processes.device))
+            record = work(k, batch)
             record["chunk"] = np.asarray(chunks[k], dtype=np.int64)
             record["seconds"] = np.asarray(time.perf_counter() - start)
             context.cache.save(stage, k, record)
             meter.advance(len(chunks[k]), note(record))
     if context.costs is not None:
-        spent = context.costs.seconds
-        spent[stage] = spent.get(stage, 0.0) + time.perf_counter() - began
+        context.costs.seconds[stage] = context.costs.seconds.get(stage, 0.0) + time.perf_counter() - began
     context.processes.wait()
     records = [context.cache.find(stage, k) for k in chunks]
     if any(record is None for record in records):

@@ -279,7 +279,9 @@ class TrainSection:
 
     `batch_size` counts the images of one optimizer step over all processes; `grad_accum` splits it into that many
     micro-batches. `amp_dtype` is the precision of the loss. `attack_mode`: attacks see the model in 'eval' mode, or in
-    'train' mode as in some papers. The whole state is saved every `checkpoint_every` optimizer steps.
+    'train' mode as in some papers. The whole state is saved every `checkpoint_every` optimizer steps. For GPUs: `tf32`
+    multiplies matrices in TF32, `channels_last` is the memory format of images and convolutions, `checkpointing`
+    computes the activations of blocks again in the backward pass instead of keeping them.
     """
 
     epochs: int
@@ -290,6 +292,9 @@ class TrainSection:
     seed: int = 0
     checkpoint_every: int = 200
     tracker: str = "tensorboard"
+    tf32: bool = False
+    channels_last: bool = False
+    checkpointing: bool = False
 
     def __post_init__(self) -> None:
         counts = dict.fromkeys(("epochs", "batch_size", "grad_accum", "checkpoint_every"), AT_LEAST_ONE)

@@ -1,0 +1,221 @@
+"""Measure one device in one run: bare passes, attacks, a training step, the input pipeline and memory.
+
+    python benchmarks/gpu.py                                             # on the GPU, or the CPU if there is none
+    python benchmarks/gpu.py --device cpu --model zoo:shapes-robust --batch 16 --steps 2 --images 32 --rounds 1
+
+Prints a table in Markdown for docs/devices.md. The images are made here: noise for the attacks, and JPEG files of
+500 x 375 pixels with structure for the input pipeline, which also times torchvision's ImageFolder with a DataLoader and
+timm's loader on the same files. torchattacks and the reference AutoAttack are measured if they are installed. All
+attacks get a budget so small that no image is fooled, so that everyone does the same work. Each number is the median of
+`--rounds` after one that is not counted. On a CPU it is processor time, of reading processes too, so use one thread
+(OMP_NUM_THREADS=1): other work on the machine then changes little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitadel.attacks import PGD, Linf
+from vitadel.attacks.apgd import apgd_ce
+from vitadel.attacks.autoattack.standard import autoattack
+from vitadel.attacks.steppers import Steepest
+from vitadel.backbones.classifier import Classifier
+from vitadel.backbones.load import load_model
+from vitadel.data import Preprocess, open_dataset, read_batches
+from vitadel.runtime.distributed import join_processes
+
+EPS = 1e-6  # no image is fooled within this budget
+WIDE, TALL = 500, 375
+
+
+def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    found = []
+    for _ in range(rounds + 1):
+        start = now(device)
+        work()
+        found.append(now(device) - start)
+    return median(found[1:])
+
+
+def now(device: torch.device) -> float:
+    wait(device)
+    return sum(os.times()[:4]) if device.type == "cpu" else time.perf_counter()
+
+
+def wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def bare(model: Classifier, x: Tensor, y: Tensor, gradients: int, forwards: int) -> None:
+    for _ in range(gradients):
+        z = x.clone().requires_grad_()
+        torch.autograd.grad(F.cross_entropy(model(z), y, reduction="sum"), z)
+    with torch.no_grad():
+        for _ in range(forwards):
+            model(x)
+
+
+def attacks(model: Classifier, x: Tensor, y: Tensor, steps: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    threat = Linf(EPS)
+    pgd = PGD(threat, stepper=Steepest(EPS / 4), steps=steps)
+    yield f"PGD-{steps}, vitadel", lambda: pgd(model, x, y)
+    apgd = apgd_ce(threat, steps=steps)
+    yield f"APGD-CE-{steps}, vitadel", lambda: apgd(model, x, y)
+    whole = autoattack(threat, steps=steps, targets=2, queries=10 * steps)
+    yield f"AutoAttack ({steps} steps, 2 targets), vitadel", lambda: whole(model, x, y)
+    if find_spec("torchattacks") is not None:
+        library = import_module("torchattacks")
+        theirs = library.PGD(model, eps=EPS, alpha=EPS / 4, steps=steps)
+        yield f"PGD-{steps}, torchattacks", lambda: theirs(x, y)
+        auto = library.APGD(model, eps=EPS, steps=steps, loss="ce")
+        yield f"APGD-CE-{steps}, torchattacks", lambda: auto(x, y)
+    if find_spec("autoattack") is not None:
+        settings = {"norm": "Linf", "eps": EPS, "version": "custom", "attacks_to_run": ["apgd-ce"]}
+        reference = import_module("autoattack").AutoAttack(model, **settings, device=x.device, verbose=False)
+        reference.apgd.n_iter = steps
+        yield f"APGD-CE-{steps}, reference", lambda: reference.run_standard_evaluation(x, y, bs=len(x))
+
+
+def training_step(model: Classifier, x: Tensor, y: Tensor, steps: int, amp: bool) -> Callable[[], object]:
+    """PGD adversarial training: an attack, a loss, an optimizer step; with `amp` the loss is computed in bf16."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    attack = PGD(Linf(EPS), stepper=Steepest(EPS / 4), steps=steps)
+
+    def step() -> None:
+        z = attack(model, x, y)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+            loss = F.cross_entropy(model(z), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@contextmanager
+def pictures(count: int) -> Iterator[Path]:
+    """A folder of JPEG files with structure: sums of waves, as noise would take a decoder longer than photographs."""
+    with tempfile.TemporaryDirectory() as name:
+        source, folder = np.random.default_rng(0), Path(name)
+        down, across = np.mgrid[0:TALL, 0:WIDE]
+        for number in range(count):
+            waves = [
+                np.sin(across * source.uniform(0, 0.2) + down * source.uniform(0, 0.2) + source.uniform(0, 6))
+                for _ in range(9)
+            ]
+            pixels = np.stack([127 + 40 * sum(waves[part::3]) for part in range(3)], 2).clip(0, 255).astype(np.uint8)
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).save(buffer, "JPEG", quality=90)
+            file = folder / f"class{number % 2}" / f"{number}.jpg"
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(buffer.getvalue())
+        yield folder
+
+
+def pipelines(
+    folder: Path, count: int, batch: int, workers: int, device: torch.device
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Everyone reads all files to batches of float pixels on the device, with the published preprocessing of ViTs."""
+    from timm.data import create_dataset, create_loader, create_transform
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+
+    size = (3, 224, 224)
+    source, preprocess = open_dataset(f"folder:{folder}"), Preprocess(224, 0.875)
+    chunks = [list(range(first, min(first + batch, count))) for first in range(0, count, batch)]
+
+    def ours() -> None:
+        for read in read_batches(source, chunks, preprocess, workers=workers, threads=1, device=device):
+            assert read.x.dtype == torch.float32
+
+    def torchvision() -> None:
+        data = ImageFolder(str(folder), create_transform(size, crop_pct=0.875, interpolation="bicubic"))
+        for x, _ in DataLoader(data, batch, num_workers=workers, pin_memory=device.type == "cuda"):
+            x.to(device, non_blocking=True)
+
+    def timm() -> None:
+        data, how = create_dataset("", str(folder)), {"interpolation": "bicubic", "crop_pct": 0.875}
+        loader = create_loader(
+            data, size, batch, num_workers=workers, device=device, persistent_workers=False, use_prefetcher=True, **how
+        )
+        for _ in loader:
+            pass
+
+    yield "vitadel", ours
+    yield "torchvision ImageFolder + DataLoader", torchvision
+    yield "timm create_loader", timm
+
+
+def rows(settings: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, str]]:
+    model = load_model(settings.model, **({} if settings.model.startswith("zoo:") else {"weights": "random"}))
+    model = model.to(device).eval()
+    height, width = model.record.input_size or (224, 224)
+    source = torch.Generator().manual_seed(0)
+    x = torch.rand(settings.batch, 3, height, width, generator=source).to(device)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = {
+        "forward pass": seconds(lambda: bare(model, x, y, 0, 1), device, settings.rounds),
+        "gradient": seconds(lambda: bare(model, x, y, 1, 0), device, settings.rounds),
+    }
+    for name, time_taken in times.items():
+        yield f"{name}, images per second", f"{settings.batch / time_taken:.1f}"
+    for name, work in attacks(model, x, y, settings.steps):
+        taken = seconds(work, device, settings.rounds)
+        yield name, f"{taken:.3f} s, {taken / times['gradient']:.1f} gradients"
+    for amp in (False, True):
+        taken = seconds(training_step(model.train(), x, y, settings.steps, amp), device, settings.rounds)
+        kind = "bf16" if amp else "fp32"
+        yield (
+            f"training step with PGD-{settings.steps}, {kind}",
+            f"{taken:.3f} s, {settings.batch / taken:.1f} images/s",
+        )
+    if device.type == "cuda":
+        yield "peak memory", f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f} MB"
+    with pictures(settings.images) as folder:
+        cores = 1 if device.type == "cpu" else max(1, settings.workers)
+        for name, work in pipelines(folder, settings.images, settings.batch, settings.workers, device):
+            taken = seconds(work, device, settings.rounds)
+            yield f"input, {name}", f"{settings.images / taken / cores:.1f} images/s and core"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", default="vit_base_patch16_224")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--images", type=int, default=512, help="JPEG files of the input pipeline")
+    parser.add_argument("--workers", type=int, default=1, help="processes that read")
+    parser.add_argument("--rounds", type=int, default=3)
+    settings = parser.parse_args()
+    device = join_processes(settings.device).device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads, {settings.model}, batch of ", end="")
+    print(f"{settings.batch}\n\n| what | result |\n|---|---|")
+    for what, result in rows(settings, device):
+        print(f"| {what} | {result} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
