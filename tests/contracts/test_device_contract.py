@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_attack_contract import BUDGETS, EVERY_GEOMETRY, SHORTER, images_for, model_for
+from test_attack_contract import BUDGETS, EVERY_GEOMETRY, SHORT, SHORTER, images_for, model_for
 from test_study_contract import SMALL
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -50,8 +50,9 @@ CHANGING = ("seconds", "seconds_likely", "seconds_at_most", "hours", "fingerprin
 
 
 @pytest.fixture(autouse=True)
-def plain_attention():
-    """The double has no fused attention, so the CPU takes the plain one, too."""
+def plain_attention(monkeypatch):
+    """The double has no fused attention, so the CPU takes the plain one, too; no processes for a handful of images."""
+    monkeypatch.setattr("vitadel.data.worker_processes.usual_workers", lambda processes: 0)
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
@@ -94,11 +95,10 @@ def audited(processes: Processes, out: Path) -> Outcome:
     return run_audit(small_target(), request, processes, out=out)
 
 
-SHORTER_FAST = "autoattack-fast(entropy_steps=2,margin_steps=2,target_steps=1,best_steps=2,sentinel_queries=9)"
-
-
-def escalated(processes: Processes, out: Path) -> Outcome:
-    request = AuditRequest(attacks=(SHORTER_FAST, "aas(images=4,steps=1)+pgd-2"), limit=8, batch_size=4)
+def staged(processes: Processes, out: Path) -> Outcome:
+    request = AuditRequest(
+        attacks=(SHORTER[SHORT["autoattack-fast"]], "aas(images=4,steps=1)+pgd-2"), limit=8, batch_size=4
+    )
     return run_audit(small_target(), request, processes, out=out)
 
 
@@ -182,7 +182,7 @@ PLUGINS = {
 }
 RUNS = {
     "audit": audited,
-    "audit escalated": escalated,
+    "audit in stages": staged,
     "corruptions": corrupted,
     "stability": stable,
     "threat levels": leveled,

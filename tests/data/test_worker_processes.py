@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_batches import CHUNKS, Counted
 
+import vitadel
 from small_recipes import recipe
 from vitadel.data import Preprocess, read_batches
 from vitadel.data.batches import PixelReader, to_unit_range
@@ -80,6 +81,11 @@ def test_a_worker_of_a_training_that_dies_names_its_sample():
     stream = replace(stream, source=source, rows=torch.arange(16), batch_size=16, workers=1)
     with pytest.raises(UserError, match=r"died at sample 7 \(7.png\).*data.workers"):
         list(stream.steps(0, 1))
+
+
+def test_a_negative_number_is_refused():
+    with pytest.raises(UserError, match=r"--workers must be 0 or more, got -1"):
+        vitadel.audit("zoo:shapes-standard", "shapes", attacks="fgsm", limit=2, workers=-1)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_checkpointing_runs_blocks_again_in_the_backward_pass(monkeypatch):
             open_training(recipe(**SHORT, train={"checkpointing": checkpointing}), CPU), CPU
         ).train()
         calls = []
-        model.backbone.blocks[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.backbone.blocks[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         model(torch.rand(2, 3, 16, 16)).sum().backward()
         counts.append(len(calls))
     assert counts == [1, 2]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
@@ -51,11 +53,16 @@ class Places:
         dead = {int(each) for each in named[1].split(",")} if named else set()
         return [sample for process, sample in self.table.tolist() if process in dead and sample >= 0]
 
-    def watch(self, read: Iterator[Read], name: Callable[[int], str], fewer: str) -> Iterator[Read]:
+    def watch(self, loader: DataLoader[Read], name: Callable[[int], str], fewer: str) -> Iterator[Read]:
         """What torch's loader reads; a worker process that dies is a user error that names its sample.
 
         `fewer` is the advice to use fewer processes.
         """
+        here = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGCHLD) if here else None
+        read = iter(loader)
+        if here:  # torch's handler raises in the middle of whatever runs; without it, the loader itself finds the dead
+            signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
         try:
             yield from read
         except RuntimeError as fault:
@@ -81,7 +88,7 @@ def read_in_processes(
         collate_fn=_as_it_is,
         prefetch_factor=2,
     )
-    for part, pixels, faults in dataset.places.watch(iter(loader), reader.name, "use fewer --workers"):
+    for part, pixels, faults in dataset.places.watch(loader, reader.name, "use fewer --workers"):
         good = iter(pixels)
         yield [(index, faults[place] if place in faults else next(good)) for place, index in enumerate(part)]
 

@@ -278,9 +278,9 @@ class DataStream:
             collate_fn=_as_it_is,
             prefetch_factor=2 if self.workers else None,
         )
-        read: Iterator[MicroBatch | UserError] = iter(loader)
+        read: Iterable[MicroBatch | UserError] = loader
         if dataset.places is not None:
-            read = dataset.places.watch(read, dataset.name, "set a smaller data.workers")
+            read = dataset.places.watch(loader, dataset.name, "set a smaller data.workers")
         parts: list[MicroBatch] = []
         for part in read:
             if isinstance(part, UserError):  # raised here, as a worker process would wrap it in a traceback

@@ -207,6 +207,8 @@ def execute(
     `Interrupted` with this run's folder, also if a run inside it was interrupted. A new run whose progress is shown
     first says its likely time, by the `trial`.
     """
+    if (options.get("workers") or 0) < 0:
+        raise UserError(f"--workers must be 0 or more, got {options.get('workers')}; leave it out for the usual number")
     out, folder = options.get("out"), None
     argv = options.get("argv") or sys.argv
     opening = options.get("opening") or (None if target is None else target.opening)
