@@ -208,7 +208,7 @@ def _driver(device: torch.device) -> Iterator[None]:
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "get_device_name": lambda *_: "device double",
-        "is_bf16_supported": lambda *_: True,
+        "is_bf16_supported": lambda **_: True,
     }
     before = torch._C._only_lift_cpu_tensors()
     with ExitStack() as stack:

@@ -46,7 +46,7 @@ from vitadel.types import Calibrated
 
 CPU = torch.device("cpu")
 COUNT = 4
-CHANGING = ("seconds", "seconds_likely", "seconds_at_most", "hours", "fingerprint", "spec")
+CHANGING = ("seconds", "seconds_likely", "seconds_at_most", "hours", "fingerprint", "notes", "spec")
 
 
 @pytest.fixture(autouse=True)

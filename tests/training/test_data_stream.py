@@ -62,7 +62,7 @@ def test_an_epoch_is_a_pass_without_repetition_and_the_next_is_in_another_order(
 
 def test_pixels_and_labels_belong_to_the_names():
     for (part,) in stream().steps(0, 3):
-        assert torch.equal(part.x[:, 0, 0, 0], part.names % 251 / 255)
+        assert torch.equal(part.x[:, 0, 0, 0], (part.names % 251).to(torch.uint8))
         assert torch.equal(part.y, part.names % 10)
 
 
@@ -126,7 +126,7 @@ def test_repeated_batches_are_seen_again_first_without_augmentation():
     assert [part.plain for part in parts[:6]] == [True, False, False] * 2
     for place in range(0, 36, 3):
         first, second, third = parts[place : place + 3]
-        assert torch.equal(first.x[:, 0, 0, 0], first.names % 251 / 255)
+        assert torch.equal(first.x[:, 0, 0, 0], (first.names % 251).to(torch.uint8))
         assert not torch.equal(second.x, first.x)
         assert not torch.equal(second.x, third.x)
         assert torch.equal(first.y, third.y)

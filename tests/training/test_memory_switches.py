@@ -65,7 +65,7 @@ def test_what_looks_inside_is_refused_with_checkpointing(changes, named):
 
 def test_bf16_on_a_gpu_without_it_is_refused(monkeypatch):
     with DeviceDouble() as double:
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: False)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
         with pytest.raises(UserError, match="no bf16"):
             open_training(recipe(**SHORT, train={"amp_dtype": "bf16"}), Processes(0, 1, double.device))
 

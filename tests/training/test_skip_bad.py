@@ -46,7 +46,7 @@ def stream(bad=(), **more):
 
 
 def rows_of(part):
-    return (part.x[:, 0, 0, 0] * 255).round().long()
+    return part.x[:, 0, 0, 0].long()
 
 
 def test_other_images_take_the_place_of_unreadable_ones():

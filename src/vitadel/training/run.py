@@ -89,10 +89,7 @@ def open_training(
     recipe: Recipe, processes: Processes, data_root: str | Path | None = None, model: Classifier | None = None
 ) -> TrainingSetup:
     """Open the data and build the model, with weights drawn from the recipe's seed, unless it is given."""
-    if recipe.train.amp_dtype == "fp16" and processes.device.type == "cpu":
-        raise UserError("train.amp_dtype fp16 needs a GPU; use bf16 or fp32 on a CPU")
-    if recipe.train.amp_dtype == "bf16" and processes.device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
-        raise UserError("train.amp_dtype bf16: this GPU has no bf16, which came with Ampere (A100); use fp16 or fp32")
+    _check_precision(recipe.train.amp_dtype, processes.device)
     section = recipe.data
     root = section.root if data_root is None else data_root
     source = open_dataset(section.train, root=root)
@@ -166,6 +163,13 @@ def open_training(
             with _errors_prefixed(f"plugins.{name}"):
                 plugin.check_model(model)
     return setup
+
+
+def _check_precision(amp_dtype: str, device: torch.device) -> None:
+    if amp_dtype == "fp16" and device.type == "cpu":
+        raise UserError("train.amp_dtype fp16 needs a GPU; use bf16 or fp32 on a CPU")
+    if amp_dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError("train.amp_dtype bf16: this GPU has no bf16, which came with Ampere (A100); use fp16 or fp32")
 
 
 def _show_doubts(name: str, assumptions: Mapping[str, str], warnings: Sequence[str]) -> None:
