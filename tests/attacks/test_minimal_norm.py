@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_counts import CountsWaits
+from device_double import DeviceDouble
 from toys import images, trained_toy
 from vitadel.attacks import make
 from vitadel.attacks.ddn import DDN
@@ -101,9 +102,10 @@ def test_a_step_waits_at_most_once(build: type):
     toy, x, y = linear()
 
     def waits(steps: int) -> int:
-        with CountsWaits() as counted:
-            build(L2(0.01), steps)(toy, x, y)
-        return counted.total
+        with DeviceDouble() as double:
+            there = copy.deepcopy(toy).to(double.device)
+            build(L2(0.01), steps)(there, double.put(x), double.put(y))
+        return double.waits.total()
 
     assert waits(30) - waits(10) <= 20
 
