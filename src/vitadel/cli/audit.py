@@ -88,7 +88,7 @@ def audit(
 ) -> None:
     """Measure accuracy of MODEL, clean and under attack.
 
-    Each attack runs on the samples that the earlier ones left correct; writes a run folder and a report.
+    Each attack runs on samples that earlier ones left correct; writes a run folder and a report.
     """
     assert suite is None  # main.py runs the suite's own verb
     judge = gates.judge()
