@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
-TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+TEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q
 CODE := src tests scripts benchmarks
 FUZZ ?= 300
 

@@ -130,11 +130,6 @@ def test_lists():
     assert "deit_tiny_patch16_224" in vitadel("list", "models", "deit_tiny").stdout
 
 
-@pytest.mark.slow
-def test_selftest_passes():
-    assert vitadel("selftest").stdout.strip().endswith("all checks passed")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -241,14 +241,13 @@ def test_leaves_no_trace(name, norm, library, batch):
 def test_depends_on_seed_and_sample_only(name, norm, precise):
     model, x, y = precise
     rng = SampleRNG.of_samples(3, range(len(x)))
-    whole = run(name, norm, model, x, y, rng=rng)
-    assert torch.equal(whole, run(name, norm, model, x, y, rng=rng))
-    alone = torch.cat(
-        [run(name, norm, model, x[i : i + 1], y[i : i + 1], rng=rng[torch.tensor([i])]) for i in range(len(x))]
-    )
+    attack = ready(name, norm, model, x)
+    whole = attack(model, x, y, rng)
+    assert torch.equal(whole, run(name, norm, model, x, y, rng=rng))  # calibrated again
+    alone = torch.cat([attack(model, x[i : i + 1], y[i : i + 1], rng[torch.tensor([i])]) for i in range(len(x))])
     assert torch.allclose(whole, alone, atol=1e-5)
     backwards = torch.arange(len(x)).flip(0)
-    turned = run(name, norm, model, x[backwards], y[backwards], rng=rng[backwards])
+    turned = attack(model, x[backwards], y[backwards], rng[backwards])
     assert torch.allclose(whole, turned[backwards], atol=1e-5)
 
 
@@ -256,7 +255,8 @@ def test_depends_on_seed_and_sample_only(name, norm, precise):
 @everywhere(EVERY_NAME)
 def test_another_seed_is_another_attack(name, norm, precise):
     model, x, y = precise
-    first, second = (run(name, norm, model, x, y, rng=SampleRNG.of_samples(seed, range(len(x)))) for seed in (3, 4))
+    attack = ready(name, norm, model, x)
+    first, second = (attack(model, x, y, SampleRNG.of_samples(seed, range(len(x)))) for seed in (3, 4))
     assert torch.equal(first, second) == (name in DETERMINISTIC)
 
 
@@ -278,8 +278,9 @@ def test_an_empty_batch_stays_empty(name, norm, model, batch):
 @everywhere(EVERY_NAME)
 def test_without_indices_draws_follow_the_pixels(name, norm, precise):
     model, x, y = precise
-    whole = run(name, norm, model, x, y)
-    parts = torch.cat([run(name, norm, model, x[:3], y[:3]), run(name, norm, model, x[3:], y[3:])])
+    attack = ready(name, norm, model, x)
+    whole = attack(model, x, y)
+    parts = torch.cat([attack(model, x[:3], y[:3]), attack(model, x[3:], y[3:])])
     assert torch.allclose(whole, parts, atol=1e-5)
 
 
@@ -307,9 +308,10 @@ def test_constant_logits_give_no_nan(name, norm, library, batch):
 @everywhere(EVERY_GEOMETRY)
 def test_memory_layout_does_not_matter(name, norm, precise):
     model, x, y = precise
-    plain = run(name, norm, model, x, y)
+    attack = ready(name, norm, model, x)
+    plain = attack(model, x, y)
     for odd in (x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3).contiguous().transpose(2, 3)):
-        assert torch.allclose(run(name, norm, model, odd, y), plain, atol=1e-5)
+        assert torch.allclose(attack(model, odd, y), plain, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ def test_what_depends_on_all_images_is_decided_by_the_merge(
     assert not any("pgd-2" in stage for stage in stages)
 
 
+@pytest.mark.slow
 def test_the_merge_computes_nothing_that_a_shard_has_computed(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

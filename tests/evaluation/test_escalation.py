@@ -85,6 +85,7 @@ def honest() -> int:
     return results["worst_case"]["held"]
 
 
+@pytest.mark.slow
 def test_an_honest_model_is_not_escalated(honest):
     results = audited(Brightness())
     (entry,) = results["attacks"]
@@ -97,6 +98,7 @@ def test_an_honest_model_is_not_escalated(honest):
     assert "attack-completeness" not in {each["check"] for each in results["findings"] if each["verdict"] != "ok"}
 
 
+@pytest.mark.slow
 def test_a_masked_model_gets_no_certificate(honest):
     results, alone = audited(Brightness(0.375)), audited(Brightness(0.375), attacks="pgd-20")
     (entry,) = results["attacks"]
@@ -112,6 +114,7 @@ def test_a_masked_model_gets_no_certificate(honest):
     assert 0 < entry["escalation"]["gradient_calls"] < entry["gradient_calls"]
 
 
+@pytest.mark.slow
 def test_without_escalation_a_warning_is_left(honest):
     results = audited(Brightness(0.375), escalate=False)
     (entry,) = results["attacks"]
@@ -134,16 +137,17 @@ def test_batches_and_interruptions_change_nothing(tmp_path):
         return entry, members, held, results["findings"]
 
     seen = []
-    for size in (300, 17):
+    few = partial(audited, limit=120)
+    for size in (120, 17):
         folder = tmp_path / str(size)
-        audit = audited(Brightness(0.375), batch_size=size, out=folder)
+        audit = few(Brightness(0.375), batch_size=size, out=folder)
         seen.append(outcome(audit, folder, "gradient_calls", "forward_calls"))  # a batch may end with a bare forward
     assert seen[0] == seen[1]
     folder = tmp_path / "stopped"
     with pytest.raises(Interrupted):
-        audited(Brightness(0.375, stop_after=350), out=folder, batch_size=64)
-    undisturbed = audited(Brightness(0.375), out=tmp_path / "whole", batch_size=64)
-    resumed = audited(Brightness(0.375), out=folder, batch_size=64, resume=True)
+        few(Brightness(0.375, stop_after=350), out=folder, batch_size=64)
+    undisturbed = few(Brightness(0.375), out=tmp_path / "whole", batch_size=64)
+    resumed = few(Brightness(0.375), out=folder, batch_size=64, resume=True)
     assert outcome(resumed, folder) == outcome(undisturbed, tmp_path / "whole")
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import vitadel
+from command_line import vitadel as run_program
 from vitadel.evaluation.audit.saved_examples import in_8_bits
 
 
@@ -23,6 +22,7 @@ def test_8_bits_round_towards_the_clean_image():
     assert in_8_bits(z, x).flatten().tolist() == [101, 99, 100, 102, 0, 255]
 
 
+@pytest.mark.slow
 def test_examples_are_misclassified_and_robust_images_of_the_strongest_attack(tmp_path):
     settings = {"attacks": ["pgd-5", "fgsm"], "independent": True, "limit": 60, "eps": 8 / 255}
     results = vitadel.audit("zoo:shapes-robust", "shapes", out=tmp_path / "run", **settings)
@@ -40,9 +40,8 @@ def test_examples_are_misclassified_and_robust_images_of_the_strongest_attack(tm
 @pytest.mark.slow
 def test_images_on_disk_are_what_was_judged(tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "vitadel", "attack", "--limit", "12", "--eps", "16/255", "--attacks", "fgsm,pgd-3"]
-    done = subprocess.run([*command, "--png", "--out", str(out)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    command = ["attack", "--limit", "12", "--eps", "16/255", "--attacks", "fgsm,pgd-3"]
+    done = run_program(*command, "--png", "--out", str(out))
     assert done.stdout.strip().splitlines()[-1] == str(out)
     results = json.loads((out / "results.json").read_text())
     model = vitadel.load_model("zoo:shapes-robust").eval()

@@ -95,6 +95,7 @@ def test_a_corrupted_copy_says_it_at_its_start(tmp_path, capsys, watched, layout
     assert set(watched) == {"contrast"}
 
 
+@pytest.mark.slow
 def test_attacks_have_an_upper_bound(tmp_path, capsys, watched):
     candidates = open_candidates(["zoo:shapes-standard"], "shapes")
     request = TradeOffRequest(eps=(8 / 255,), attacks=("pgd-3",), aimed=(), limit=16)
@@ -117,6 +118,7 @@ class TinyNet32(torch.nn.Module):
         return self.head(x.flatten(1))
 
 
+@pytest.mark.slow
 def test_a_diagnosis_gives_a_likely_time_below_the_most(tmp_path):
     target = open_target(TinyNet().eval(), (images(16), torch.arange(16) % 3))
     seen = []

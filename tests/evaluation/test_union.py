@@ -31,6 +31,7 @@ def alone(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_union_counts_images_that_are_robust_under_every_threat(alone, tmp_path):
     out = tmp_path / "union"
     results = vitadel.audit(MODEL, DATA, out=out, **LISTS, **FAST)
@@ -52,6 +53,7 @@ def test_union_counts_images_that_are_robust_under_every_threat(alone, tmp_path)
     assert pq.read_table(out / "samples.parquet").num_rows == 20
 
 
+@pytest.mark.slow
 def test_union_in_memory_gives_the_same_numbers(alone):
     results = vitadel.audit(MODEL, DATA, **LISTS, **FAST)
     robust = np.logical_and.reduce([held for _, held in alone.values()])

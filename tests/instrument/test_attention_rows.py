@@ -8,7 +8,7 @@ import torch
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.errors import UserError
 from vitadel.instrument.attention import attention_maps
-from vitadel.instrument.attention_rows import find_row, over_patches, read_rows
+from vitadel.instrument.attention_rows import find_row, over_patches, read_several
 from vitadel.instrument.tokens import extra_tokens
 from vits import VITS, make_vit, pixels
 
@@ -53,7 +53,7 @@ def check(model, x, found, place):
     assert found.attention.name == attentions_of(model)[place].name
     with torch.no_grad(), attention_maps(model) as maps:
         model(x)
-    rows = read_rows(model, found, x)
+    (rows,) = read_several(model, [found], x)
     torch.testing.assert_close(rows, maps[place][:, :, found.row], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(rows.sum(-1), torch.ones(rows.shape[:2]), atol=1e-5, rtol=1e-5)
     over = over_patches(found, rows)
@@ -102,7 +102,7 @@ def test_only_the_chosen_attention_runs_unfused(monkeypatch):
     )
     found = find_row(model, x, "centre", "last")
     calls.clear()
-    read_rows(model, found, x)
+    read_several(model, [found], x)
     assert len(calls) == 1
     assert len(VITS["vit"].heads) == 2
 
@@ -113,7 +113,7 @@ def test_extra_tokens_are_neither_queries_nor_keys(placement):
     extra = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
     with extra_tokens(model, extra, placement=placement):
         found = find_row(model, x, "centre", "last")
-        rows = read_rows(model, found, x)
+        (rows,) = read_several(model, [found], x)
         with torch.no_grad(), attention_maps(model) as maps:
             model(x)
     own = [place for place in range(20) if not (1 <= place < 4 if placement == "prefix" else place >= 17)]

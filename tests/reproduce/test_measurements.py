@@ -70,9 +70,8 @@ def test_corruptions_and_clean_accuracy_of_each_head(tmp_path):
         run(tmp_path / f"c-{head}", "zoo:shapes-tora", run="corruptions", settings=settings, branch=head)
         audit = {"limit": 6, "attacks": ["fgsm"], "eps": "1/255"}
         run(tmp_path / f"a-{head}", "zoo:shapes-tora", run="audit", settings=audit, branch=head)
-    run(
-        tmp_path / "t", "zoo:shapes-tora", run="trade-off", settings={"limit": 6, "eps": ["1/255"], "attacks": ["fgsm"]}
-    )
+    settings = {"limit": 6, "eps": ["1/255"], "attacks": ["fgsm"], "aimed": []}
+    run(tmp_path / "t", "zoo:shapes-tora", run="trade-off", settings=settings)
     cells = {head: read_cell("corruptions", tmp_path / f"c-{head}", "mean_error") for head in names}
     for head in names:
         clean, wanted = (

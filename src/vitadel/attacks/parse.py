@@ -170,11 +170,6 @@ def needs_known_family(text: str) -> bool:
     return entry_of(name).needs_vit or any(PREFIXES[prefix].needs_vit for prefix, _ in name.prefixes)
 
 
-def is_adaptive(text: str) -> bool:
-    """Whether most samples cost less than the maximum that the attack's `passes` gives."""
-    return entry_of(read_attack_name(text)).adaptive
-
-
 def without_escalation(names: Sequence[str]) -> list[str]:
     """The names with `escalate=false` in the brackets of autoattack-fast, unless they set it themselves."""
     fast = re.compile(r"autoattack-fast(?:\((?P<settings>[^)]*)\))?")

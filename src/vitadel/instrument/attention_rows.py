@@ -134,14 +134,9 @@ def _find_attention(model: nn.Module, query: str, block: str) -> SoftmaxAttentio
     return chosen
 
 
-def read_rows(model: nn.Module, row: AttentionRow, x: Tensor) -> Tensor:
-    """The query's attention to all tokens, (batch, heads, keys)."""
-    return read_several(model, [row], x)[0]
-
-
 @torch.no_grad()
 def read_several(model: nn.Module, rows: Sequence[AttentionRow], x: Tensor) -> list[Tensor]:
-    """The same in each of several attentions, by one forward pass."""
+    """The query's attention to all tokens, (batch, heads, keys), in each of several attentions, by one forward pass."""
     with ExitStack() as stack:
         maps = [stack.enter_context(_own_map(model, row.attention)) for row in rows]
         model(x)

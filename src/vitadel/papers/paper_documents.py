@@ -139,10 +139,6 @@ class Item(_Part):
     notes: tuple[str, ...] = ()
     small: Small | None = None
 
-    @property
-    def is_figure(self) -> bool:
-        return self.id.startswith("figure")
-
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.id == name)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vitadel.adapters.adapted_model import open_model, options_for_features
 from vitadel.attacks.parse import needs_known_family
@@ -124,9 +125,25 @@ def _recipe(training: Training) -> Recipe:
     return build_recipe(compose(training.recipe, training.row, training.overrides), training.name)
 
 
-def _without_numbers(name: str) -> AbstractContextManager[object]:
+@contextmanager
+def _without_numbers(name: str) -> Iterator[None]:
     """The meta device; other models than timm's read their weights, which are small ones of the zoo, or the user's."""
-    return torch.device("meta") if is_timm_name(name) else nullcontext()
+    if is_timm_name(name):
+        with torch.device("meta"), _UnfilledTensors():
+            yield
+    else:
+        yield
+
+
+class _UnfilledTensors(TorchFunctionMode):
+    """Leaves out what fills tensors without memory with initial values: half of the time of building a model."""
+
+    filling = (Tensor.uniform_, Tensor.normal_, Tensor.erfinv_, Tensor.mul_, Tensor.add_, Tensor.clamp_)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.filling and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _classes(spec: str) -> int:
