@@ -137,6 +137,7 @@ def test_preparation_repeats_and_leaves_no_trace():
     assert ascent.prepared(model, calibration("vit"), 4) != ascent.prepared(model, calibration("vit"), 5)
 
 
+@pytest.mark.slow
 def test_selection_takes_what_hurts_the_deployed_model_most():
     """Measured again by hand: ten steps through each candidate, judged on the deployed model."""
     model = make_vit("vit", classes=3)
@@ -263,6 +264,7 @@ def test_a_model_without_attention_is_refused():
         make("scale:0.1+pgd-5")(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.int64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["scale:0.3", "targeted:least+scale:0.3"])
 def test_paper_style_is_an_audit_of_the_scaled_model(prefix):
     """Over all images, also those that only the scaled model gets right; the count on the deployed model stays."""

@@ -136,6 +136,7 @@ def test_slopes_are_those_of_the_values():
 NAMES = ["fgsm", "pgd-20", "gama-100", "square(queries=500)", "apgd-ce-100"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("settings", ["", "(search=grid)", "(search=ascent)", "(select=false)"])
 def test_a_calibration_costs_at_most_the_attack_on_25_images(name, settings):
@@ -171,6 +172,7 @@ def test_factors_do_not_depend_on_what_else_is_in_the_batch():
     )
 
 
+@pytest.mark.slow
 def test_by_default_finalists_are_the_winner_and_one_that_breaks_others():
     model, x = make_vit("vit", classes=3), pixels("vit", 24, seed=5)
     with torch.no_grad():
@@ -185,6 +187,7 @@ def test_by_default_finalists_are_the_winner_and_one_that_breaks_others():
             assert planned == Rescaled(attack.attack, 1.0, others=others, paper_style=most > 1).passes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gap", "saturated"), [(2, False), (100, True)])
 @pytest.mark.parametrize("search", ["both", "grid", "ascent"])
 def test_all_candidates_run_where_attention_is_saturated_and_results_say_whether_it_is(gap, saturated, search):
@@ -269,6 +272,7 @@ def test_never_weaker_than_what_it_goes_around(family, norm, name):
     assert len(attack.factors) == len(attentions_of(model))
 
 
+@pytest.mark.slow
 def test_controls_are_attacks_of_the_same_cost_on_the_same_images():
     model, x = wrap(make_vit("vit", classes=4)), pixels("vit", 24, seed=3)
     with torch.no_grad():

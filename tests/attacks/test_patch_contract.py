@@ -170,6 +170,7 @@ def test_odd_inputs_are_refused(build, library):
         attack(model, x[0], y)
 
 
+@pytest.mark.slow
 @everything
 def test_constant_logits_and_vanished_attention_give_no_nan(build, library):
     model = vit(library)

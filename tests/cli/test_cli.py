@@ -185,6 +185,7 @@ def test_quick_is_the_pair_of_fast_attacks_and_says_so(tmp_path):
     assert json.loads((tmp_path / "run" / "command.json").read_text())["settings"]["attacks"] == ["fgsm", "pgd-20"]
 
 
+@pytest.mark.slow
 def test_a_bare_audit_runs_autoattack_fast(tmp_path):
     words = ["audit", "zoo:shapes-standard", "--limit=6", "--no-precheck", f"--out={tmp_path / 'run'}"]
     assert "smoke test" not in vitadel(*words).stdout

@@ -188,6 +188,7 @@ def test_a_folder_of_another_run_is_left_as_it_is(vitadel, mine, tmp_path):
     assert sorted((file, file.stat().st_mtime_ns) for file in (tmp_path / "run").rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_recipe_and_a_user_error_about_it(vitadel, mine):
     code, out, err = vitadel("plan", mine, "train.epochs=2", "--device", "cpu")
     assert code == 0, err

@@ -62,6 +62,7 @@ def test_every_small_table_can_be_planned(table, dry_run):
     assert set(item.small.rows) <= {row.id for row in item.rows}
 
 
+@pytest.mark.slow
 def test_models_are_built_without_memory_and_have_the_sizes_of_the_slides(dry_run):
     rows = "head-0.1", "single-0.1", "adapterfusion-0.1", "tora-0.1", "matched-0.1"
     built = dry_run.build_models(table_jobs(TableRequest(table="tora/table3", rows=rows, columns=("clean",))))

@@ -106,6 +106,7 @@ def test_a_run_leaves_what_it_should(finished):
     assert model.record.num_classes == 10
 
 
+@pytest.mark.slow
 def test_metrics_report_of_every_step_and_epoch(finished):
     folder, _ = finished
     rows = lines(folder)

@@ -91,6 +91,7 @@ def test_noise_is_as_large_as_it_should_be_in_each_channel():
     assert augment_patches(images(4, side=16), rng(4), 8, noise=1.0, noise_std=0.5).min() == 0
 
 
+@pytest.mark.slow
 def test_a_tenth_of_the_patches_each():
     x = images(40, side=64)
     for only, expected in (("crop", 0.1), ("noise", 0.1), ("flip", 0.1), (None, 1 - 0.9**3)):

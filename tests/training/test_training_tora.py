@@ -212,6 +212,7 @@ def test_settings_of_phase_two_that_contradict_its_start_are_refused(changed, sa
         parts.attach(classifier_of())
 
 
+@pytest.mark.slow
 def test_broken_off_and_resumed_it_ends_with_the_same_bits(pretrained, first_phase, tmp_path, monkeypatch):
     from vitadel.training import loop
 
