@@ -26,6 +26,7 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
 _LAST_GAMMA = 0.001
+_LENGTHS = {math.inf: 10.0}  # of the first step; 1 in the other norms
 _DUALS = {math.inf: 1.0, 2.0: 2.0, 1.0: math.inf, 0.0: math.inf}
 
 
@@ -35,14 +36,14 @@ class FMN:
 
     Each step ascends the logit margin and projects to a ball of the sample's own radius. Before the first adversarial
     point the radius reaches beyond the linearized boundary, by the share `gamma`; then it shrinks by `gamma` after an
-    adversarial point and grows by it after another one. `length` is the Euclidean length of the first step. With
-    `stop_when_fooled` a sample stops at its first adversarial point inside the budget; otherwise the search for a
-    smaller one continues.
+    adversarial point and grows by it after another one. `length` is the Euclidean length of the first step, by
+    default 10 in Linf, where shorter ones stay far from the corners of the ball, else 1. With `stop_when_fooled` a
+    sample stops at its first adversarial point inside the budget; otherwise the search for a smaller one continues.
     """
 
     threat: Threat
     steps: int = 100
-    length: float = 1.0
+    length: float | None = None
     gamma: float = 0.05
     stop_when_fooled: bool = True
 
@@ -56,6 +57,7 @@ class FMN:
         if self.threat.eps == 0:
             return x.clone()
         order = ORDERS[type(self.threat)]
+        length = _LENGTHS.get(order, 1.0) if self.length is None else self.length
         with frozen(model), torch.no_grad():
             nearest = Nearest.start(self.threat, model, x, y, self.stop_when_fooled)
             z, radius = x.clone(), x.new_full((len(x),), torch.inf if order else 1.0)
@@ -75,7 +77,7 @@ class FMN:
                 steepness = length_of(grad, _DUALS[order]).clamp(min=TINY)
                 radius = self._radius(nearest, z, radius, gap.abs() / steepness, wrong, gamma)
                 radius = radius.to(x.dtype).clamp(max=self.threat.eps)  # nothing beyond the budget would count
-                step = cosine(turn, self.steps, self.length, self.length / 100)
+                step = cosine(turn, self.steps, length, length / 100)
                 moved = z + grad * per_sample(step / length_of(grad, 2).clamp(min=TINY), grad)
                 z = project_to_radius(moved, nearest.x, radius, order)
             nearest.record(z, model(z))
@@ -98,5 +100,5 @@ class FMN:
         return self.steps, 1
 
 
-def fmn(threat: Threat, steps: int = 100, step: float = 1.0, gamma: float = 0.05) -> FMN:
+def fmn(threat: Threat, steps: int = 100, step: float | None = None, gamma: float = 0.05) -> FMN:
     return FMN(threat, steps, step, gamma)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from vitadel.evaluation.audit.audit import AuditRequest, AuditWork
     from vitadel.evaluation.engine.run import Run
 
-FIRST = "fmn-100"
-"""The minimal-norm attack of a request that names none."""
+FIRST = {"l2": "ddn-100"}
+"""The minimal-norm attack of a request that names none, by norm; elsewhere fmn-100."""
 
 LEVELS = (0.25, 0.5, 1.0, 1.5, 2.0)
 """The budgets of the table, in units of eps; other attacks confirm there."""
@@ -89,7 +89,7 @@ class Curve:
         context = replace(context, save_examples=lambda *judged: _measure(whole, *judged))
         prepared: list[tuple[str, Attack]] = []
         members: list[MemberResult] = []
-        for number, name in enumerate([*(minimal or [FIRST]), *others]):
+        for number, name in enumerate([*(minimal or [FIRST.get(request.norm, "fmn-100")]), *others]):
             stage, results = f"{number:02d} {name}", []
             build = _Build(work, context, indices, name)
             if name in others:
