@@ -11,6 +11,7 @@ import torch
 from test_batches import CHUNKS, Counted
 
 import vitadel
+from device_double import DeviceDouble
 from small_recipes import recipe
 from vitadel.data import Preprocess, read_batches
 from vitadel.data.batches import PixelReader, to_unit_range
@@ -58,6 +59,17 @@ def test_pixels_travel_as_bytes():
     assert [str(each) for each in faults.values()] == ["torn"]
     floats = 2 * 3 * 64 * 64 * 4
     assert len(pickle.dumps((part, pixels.numpy(), faults))) <= floats / 3.5
+
+
+def test_a_batch_goes_to_the_device_as_bytes_and_only_once():
+    expected = list(read_batches(Counted(), CHUNKS, Preprocess(8)))
+    with DeviceDouble() as double:
+        for number, batch in enumerate(read_batches(Counted(), CHUNKS, Preprocess(8), device=double.device)):
+            sent = [len(chunk) * each for chunk in CHUNKS[: number + 2] for each in (3 * 8 * 8, 8)]
+            assert double.copies == sent, "pixels of one byte and a label for each sample, one batch ahead"
+            assert batch.x.device == batch.y.device == double.device
+            assert torch.equal(batch.x.cpu(), expected[number].x)
+    assert double.waits["item"] == 0
 
 
 def test_training_sends_bytes():
