@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                             # on the GPU, or the CPU if there is none
     python benchmarks/gpu.py --device cpu --model zoo:shapes-robust --batch 16 --steps 2 --images 32 --rounds 1
+    python benchmarks/gpu.py --device cpu --batch 32 --images 96 --parts input      # reading only
 
 Prints a table in Markdown for docs/devices.md. The images are made here: noise for the attacks, and JPEG files of
 500 x 375 pixels with structure for the input pipeline, which also times torchvision's ImageFolder with a DataLoader and
@@ -164,7 +165,7 @@ def pipelines(
     yield "timm create_loader", timm
 
 
-def rows(settings: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, str]]:
+def model_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, str]]:
     model = load_model(settings.model, **({} if settings.model.startswith("zoo:") else {"weights": "random"}))
     model = model.to(device).eval()
     height, width = model.record.input_size or (224, 224)
@@ -192,11 +193,17 @@ def rows(settings: argparse.Namespace, device: torch.device) -> Iterator[tuple[s
         )
     if device.type == "cuda":
         yield "peak memory", f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f} MB"
+
+
+def input_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, str]]:
     with pictures(settings.images) as folder:
         cores = 1 if device.type == "cpu" else max(1, settings.workers)
         for name, work in pipelines(folder, settings.images, settings.batch, settings.workers, device):
             taken = seconds(work, device, settings.rounds)
             yield f"input, {name}", f"{settings.images / taken / cores:.1f} images/s and core"
+
+
+PARTS = {"model": model_rows, "input": input_rows}
 
 
 def main() -> None:
@@ -208,13 +215,15 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=512, help="JPEG files of the input pipeline")
     parser.add_argument("--workers", type=int, default=1, help="processes that read")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     settings = parser.parse_args()
     device = join_processes(settings.device).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads, {settings.model}, batch of ", end="")
     print(f"{settings.batch}\n\n| what | result |\n|---|---|")
-    for what, result in rows(settings, device):
-        print(f"| {what} | {result} |", flush=True)
+    for part in settings.parts:
+        for what, result in PARTS[part](settings, device):
+            print(f"| {what} | {result} |", flush=True)
 
 
 if __name__ == "__main__":
