@@ -145,13 +145,13 @@ def plan_text(plan: dict[str, Any]) -> str:
     lines.append(f"\n{len(plan['trainings'])} trainings ({plan['seeds']} seed{'s' * (plan['seeds'] > 1)})")
     for each in plan["trainings"]:
         after = f", after {', '.join(each['after'])}" if each["after"] else ""
-        size = f"{each['parameters'] / 1e6:.1f} M parameters"
+        size = f"{each['parameters'] / 1e6:.3g} M parameters"
         part = f", {each['trained'] / 1e6:.3g} M trained" if each["trained"] < each["parameters"] else ""
         lines.append(f"  {each['training']}: {each['model']}, {size}{part}, {each['epochs']} epochs{after}")
     if plan["models"]:
         lines.append(f"\n{len(plan['models'])} rows with models that others have trained")
     for each in plan["models"]:
-        lines.append(f"  {', '.join(each['rows'])}: {each['model']}, {each['parameters'] / 1e6:.1f} M parameters")
+        lines.append(f"  {', '.join(each['rows'])}: {each['model']}, {each['parameters'] / 1e6:.3g} M parameters")
     lines.append(f"\n{len(plan['evaluations'])} evaluations")
     for name, each in plan["evaluations"].items():
         attacks = f", {', '.join(each['attacks'])}" if each.get("attacks") else ""
