@@ -72,10 +72,15 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
 
 
 def _values(found: Mapping[str, Any]) -> Table:
-    """One line for each cell: what the paper prints, ours with its interval, and the difference."""
+    """One line for each cell: what the paper prints, ours with its interval, and, unless in small, the difference."""
     columns = (
         *(Column("row"), Column("column"), Column("paper", 2), Column("ours", 2), Column("ours, from", 2)),
-        *(Column("ours, to", 2), Column("difference", 2), Column("n", 0), Column("seeds")),
+        *(
+            Column("ours, to", 2),
+            *(() if found["small"] else (Column("difference", 2),)),
+            Column("n", 0),
+            Column("seeds"),
+        ),
     )
     rows: list[tuple[Cell, ...]] = []
     for row in found["rows"]:
@@ -87,7 +92,8 @@ def _values(found: Mapping[str, Any]) -> Table:
             rows.append(
                 (
                     *(row["row"], column["title"], cell["published"], cell["ours"], low, high),
-                    *(cell.get("difference"), cell["n"], each),
+                    *(() if found["small"] else (cell.get("difference"),)),
+                    *(cell["n"], each),
                 )
             )
     return Table(f"{found['title']}: the paper's numbers and ours.", columns, tuple(rows))
@@ -109,7 +115,7 @@ def _column(found: Mapping[str, Any], place: int) -> Table:
 
 def _sizes(found: Mapping[str, Any]) -> Table:
     """The models of the rows. Where the paper has such columns, they are with its own numbers."""
-    columns = (Column("row"), Column("parameters, M", 2), Column("GMACs", 2))
+    columns = (Column("row"), Column("parameters, M", 3), Column("GMACs", 3))
     printed = {"parameters", "gmacs"} & {column["column"] for column in found["columns"]}
     rows = [] if printed else [(row["row"], *size_cells(row["size"])) for row in found["rows"] if row.get("size")]
     return Table("Parameters of our models, and multiply-adds for one image.", columns, tuple(rows))
