@@ -81,7 +81,7 @@ def request_of(sets, recipe, **changes):
         "bank": (sets[2],),
         "recipe": recipe,
         "extraction": (16, 3),
-        "limit": 20,
+        "limit": 12,
         "batch_size": 8,
     }
     if "T6" not in changes.get("levels", LEVELS):
@@ -121,7 +121,7 @@ def test_numbers_fit_together(finished):
     ladder, n = results["ladder"], results["data"]["n"]
     rows = {(row["level"], row["attack"], row["eps"]): row for row in ladder["rows"]}
     samples = pq.read_table(out / "samples.parquet").to_pandas()
-    assert len(samples) == n == 20
+    assert len(samples) == n == 12
     columns = [name for name in samples.columns if name.startswith("held:")]
     assert columns == [f"held:{attack['name']}" for attack in results["attacks"]]
     assert [attack["held"] for attack in results["attacks"]] == [samples[name].sum() for name in columns]
@@ -137,7 +137,7 @@ def test_numbers_fit_together(finished):
         ]
         assert worst["held"] <= min(row["held"] for row in same)
     by_level = {(entry["level"], entry["eps"]): entry["held"] for entry in ladder["levels"]}
-    # Untrained tokens hardly change the model: only where attacks reach far does knowing them show in 20 images.
+    # Untrained tokens hardly change the model: only where attacks reach far does knowing them show in 12 images.
     assert by_level["T6", EPS[1]] <= by_level["T2", EPS[1]]
     assert all(by_level["T6", eps] < by_level["T1", eps] for eps in EPS)
     assert all(by_level[code, EPS[1]] <= by_level[code, EPS[0]] for code in ("T5", "T6"))
@@ -149,7 +149,7 @@ def test_a_transfer_level_is_what_one_gets_by_hand(finished, target, sets, class
     """T2 with the victim's head: crafted on the bare backbone, judged on the victim."""
     _, out = finished
     eps = EPS[1]
-    indices, _ = target.selection(20, 0, False)
+    indices, _ = target.selection(12, 0, False)
     held = {}
     for batch in read_batches(target.source, [part.tolist() for part in indices.split(8)], target.preprocess):
         attack = PGD(Linf(eps), steps=3, stop_when_fooled=False)
@@ -181,7 +181,7 @@ def test_a_victim_and_attackers_choose_between_the_classes_that_count(tmp_path):
 @pytest.mark.slow
 def test_a_bank_counts_images_that_every_set_gets_right(finished, target, sets, classifier):
     results, _ = finished
-    indices, _ = target.selection(20, 0, False)
+    indices, _ = target.selection(12, 0, False)
     (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess)
     with torch.no_grad():
         each = [model(batch.x).argmax(1) == batch.y for model in (target.model, load_tokens(sets[2], classifier))]
@@ -258,7 +258,7 @@ def test_heads_of_victim_and_attacker_are_put_on_the_frozen_features(target, set
         head=lambda model: Probe(model, ours, 1, False),
         own_head=lambda model: Probe(model, theirs, 1, False),
     ).results
-    indices, _ = target.selection(20, 0, False)
+    indices, _ = target.selection(12, 0, False)
     (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess)
     with torch.no_grad():
         right = Probe(target.model, ours, 1, False)(batch.x).argmax(1) == batch.y
