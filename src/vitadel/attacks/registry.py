@@ -162,7 +162,7 @@ class AttackEntry:
     def settings(self) -> dict[str, object]:
         return _settings(self.build)
 
-    def create(self, threat: Threat, **settings: object) -> Attack:
+    def create(self, threat: Threat, /, **settings: object) -> Attack:  # foreign settings may have any name
         if "length" in inspect.signature(self.build).parameters and "step" in settings:
             settings["length"] = settings.pop("step")
         return self.build(threat, **settings)
@@ -250,7 +250,7 @@ ATTACKS: dict[str, AttackEntry] = {
 def foreign_entry(title: str) -> AttackEntry:
     """An attack of another library, such as 'torchattacks:PGDRS'."""
 
-    def build(threat: Threat, **settings: object) -> Attack:
+    def build(threat: Threat, /, **settings: object) -> Attack:
         from vitadel.attacks.foreign import foreign  # few audits need it
 
         return foreign(threat, title, settings)
