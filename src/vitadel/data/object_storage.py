@@ -6,6 +6,7 @@ version in the storage has changed is copied again.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import tempfile
@@ -115,7 +116,16 @@ def _answered(ask: Callable[[], Found], seconds: float, progress: Callable[[], o
 
 def _open_storage(url: str, protocol: str) -> Any:
     try:
+        kind = fsspec.get_filesystem_class(get_protocol(url))
+        given = [*inspect.signature(kind.__init__).parameters.values()][1:]
+        needed = [each.name for each in given if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+        if needed:  # half of an object would be left, which prints a traceback when it is removed
+            raise UserError(
+                f"'{url}': {protocol} needs {', '.join(needed)}, which a URL of data cannot give. Copy the files."
+            )
         return fsspec.filesystem(get_protocol(url))
+    except UserError:
+        raise
     except ImportError as error:
         package = _PACKAGES.get(protocol)
         install = f"pip install {package}" if package else str(error)
