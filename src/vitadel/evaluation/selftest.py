@@ -25,11 +25,12 @@ from vitadel.runtime.rng import SampleRNG
 
 _SIDE = 8
 _SAMPLES = 4
-_SHORT = {
+_SETTINGS = {
     "square": "square(queries=300)",
     "autoattack": "autoattack(steps=50,targets=1,queries=100)",
     "autoattack-plus": "autoattack-plus(steps=50,targets=1,queries=100,restarts=1)",
     "autoattack-rand": "autoattack-rand(steps=50,times=2)",
+    "fmn": "fmn-100",  # its step has another meaning
 }
 
 
@@ -93,7 +94,8 @@ def _finds_the_boundary(name: str, norm: str) -> Check:
         for factor, broken in answers:
             eps = float(distance[row]) * factor
             # Long steps, because a random start may lie on the far side of the ball.
-            title = f"{name}-100(step={eps / 5})" if "step" in ATTACKS[name].settings else _SHORT.get(name, name)
+            long_steps = f"{name}-100(step={eps / 5})" if "step" in ATTACKS[name].settings else name
+            title = _SETTINGS.get(name, long_steps)
             z = make(title, eps=eps, norm=norm)(toy, image[None], label[None])
             held = judge(toy, make_threat(norm, eps), image[None], z, label[None]).held
             wrong += bool(held) == broken
