@@ -85,7 +85,9 @@ def test_a_model_of_the_users_is_asked_first_and_what_it_prints_is_no_result(vit
     assert (code, "'python:chatty:make' failed on two gray images of 16 x 16 pixels" in err) == (2, True)
     code, _, err = vitadel("harden", mine, *own, "data.train=shapes@train", "data.test=null", "--out", tmp_path / "run")
     assert (code, "a tensor of shape (2, 12), but data.train has 10 classes" in err) == (2, True)
-    (tmp_path / "chatty.py").write_text((tmp_path / "chatty.py").read_text().replace("12)", "10)"))
+    (tmp_path / "chatty.py").write_text(
+        (tmp_path / "chatty.py").read_text().replace("12)", "10)\n")
+    )  # of another size: not the bytecode of before
     del sys.modules["chatty"]
     words = ["harden", mine, *own, "data.train=shapes@train", "data.test=shapes@test", "audit.attacks=fgsm"]
     code, out, err = vitadel(*words, "--out", tmp_path / "run", "--device", "cpu", "--json")

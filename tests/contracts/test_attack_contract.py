@@ -338,9 +338,10 @@ def test_few_classes_work(name, norm, library):
             z = run(name, norm, model, x, y)
             misclassified = (model(z).argmax(1) != y).sum()
             closer = margin(model(z), y).sum() > margin(model(x), y).sum()
+            unbroken = name.startswith("autoattack") and torch.equal(z, x)  # given back as it was
         assert z.isfinite().all(), classes
         assert excess(name, norm, model, z, x) <= 1e-6, classes
-        assert name.startswith(LUCK) or (closer if library else misclassified > 0), classes
+        assert name.startswith(LUCK) or (closer or unbroken if library else misclassified > 0), classes
 
 
 @everywhere(EVERY_NAME)

@@ -120,3 +120,22 @@ def test_cores_are_shared_between_processes(monkeypatch):
     assert [usual_workers(count) for count in (1, 2, 4, 12)] == [11, 5, 2, 0]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(96), raising=False)
     assert usual_workers(1) == 16
+
+
+class Broken:
+    """A loader whose connection to its process breaks, as it may before torch finds the process dead."""
+
+    def __iter__(self):
+        yield "read"
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_broken_connection_names_the_sample_of_the_process_that_ended(monkeypatch):
+    monkeypatch.setattr("vitadel.data.worker_processes._MOMENTS", 1)
+    places = Places(1)
+    with pytest.raises(ConnectionResetError):  # no process has ended
+        list(places.watch(Broken(), str, "use fewer --workers"))
+    no_process = 2**40
+    places.table[0] = torch.tensor([no_process, 7])
+    with pytest.raises(UserError, match=r"died at sample 7 \(7\): .*Connection reset.*use fewer --workers"):
+        list(places.watch(Broken(), str, "use fewer --workers"))

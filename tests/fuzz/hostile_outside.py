@@ -205,12 +205,14 @@ def _foreign_names() -> tuple[str, ...]:
     """Names of all classes where the libraries keep their attacks: also of those that are none."""
     import importlib
     import inspect
+    import warnings
 
     places = {"torchattacks": "torchattacks", "foolbox": "foolbox.attacks", "art": "art.attacks.evasion"}
     found = []
     for library, place in places.items():
         try:
-            module = importlib.import_module(place)
+            with warnings.catch_warnings(action="ignore"):
+                module = importlib.import_module(place)
         except ImportError:
             continue
         found += [f"{library}:{name}" for name, kind in sorted(vars(module).items()) if inspect.isclass(kind)]

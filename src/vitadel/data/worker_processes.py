@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
@@ -18,6 +20,8 @@ from vitadel.errors import UserError
 Read = TypeVar("Read")
 
 _MOST = 16  # workers of an audit; more than one model keeps busy
+_IS_DEAD = "DataLoader worker"  # in torch's error
+_MOMENTS = 40  # of 0.05 s
 
 
 class Reader(Protocol):
@@ -47,11 +51,20 @@ class Places:
         if worker is not None:
             self.table[worker.id] = torch.tensor([os.getpid(), sample])
 
-    def of(self, fault: RuntimeError) -> list[int]:
-        """The samples that the dead processes of torch's error were at."""
+    def of(self, fault: Exception) -> list[int]:
+        """The samples that the dead processes were at: those that torch's error names, or that have ended by now."""
         named = re.search(r"pid(?:\(s\))? ([\d, ]+)", str(fault))
-        dead = {int(each) for each in named[1].split(",")} if named else set()
+        dead = {int(each) for each in named[1].split(",")} if named else self._ended()
         return [sample for process, sample in self.table.tolist() if process in dead and sample >= 0]
+
+    def _ended(self) -> set[int]:
+        """A connection may break a moment before its process has ended."""
+        for _ in range(_MOMENTS):
+            running = {each.pid for each in multiprocessing.active_children()}
+            if ended := {process for process, _ in self.table.tolist() if process > 0} - running:
+                return ended
+            time.sleep(0.05)
+        return set()
 
     def watch(self, loader: DataLoader[Read], name: Callable[[int], str], fewer: str) -> Iterator[Read]:
         """What torch's loader reads; a worker process that dies is a user error that names its sample.
@@ -65,11 +78,12 @@ class Places:
             signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
         try:
             yield from read
-        except RuntimeError as fault:
-            if "DataLoader worker" not in str(fault):
+        except (RuntimeError, OSError, EOFError) as fault:
+            samples = self.of(fault) if isinstance(fault, (OSError, EOFError)) or _IS_DEAD in str(fault) else []
+            if not samples and _IS_DEAD not in str(fault):
                 raise
-            where = ", ".join(f"sample {each} ({name(each)})" for each in self.of(fault)) or "an unknown sample"
-            reason = str(fault).splitlines()[0].rstrip(". ")
+            where = ", ".join(f"sample {each} ({name(each)})" for each in samples) or "an unknown sample"
+            reason = (str(fault) or type(fault).__name__).splitlines()[0].rstrip(". ")
             raise UserError(
                 f"a worker process that reads images died at {where}: {reason}. If the machine is short of memory, "
                 f"{fewer}; if it dies there again, replace or remove that sample."
