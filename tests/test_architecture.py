@@ -140,6 +140,11 @@ def test_importing_vitadel_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_reporting_does_not_import_torch():
+    code = "import sys, vitadel.reporting.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_every_public_name_is_there_and_documented():
     assert not [name for name in vitadel.__all__ if name != "__version__" and not getattr(vitadel, name).__doc__]
 

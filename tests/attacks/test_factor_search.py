@@ -227,7 +227,7 @@ def test_with_all_finalists_no_candidate_breaks_an_image_that_aas_does_not():
 @pytest.mark.slow
 def test_the_search_alone_breaks_the_saturated_codebook():
     target = open_target("zoo:shapes-standard", "shapes")
-    indices = target.selection(40, 0, False)[0][:16]
+    indices, _ = target.selection(40, 0, False)
     (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess)
     source, rows = calibration_images(target, indices, None, 64, 0)
     calibration = CalibrationImages(source, rows, target.preprocess, torch.device("cpu"))
@@ -238,8 +238,8 @@ def test_the_search_alone_breaks_the_saturated_codebook():
         attack = attack.prepared(model, calibration) if isinstance(attack, AAS) else attack
         with torch.no_grad():
             left[name] = int((model(attack(model, batch.x, batch.y, rng)).argmax(1) == batch.y).sum())
-    assert left.pop("pgd-20") >= 15
-    assert max(left.values()) <= 1
+    assert left.pop("pgd-20") >= 38
+    assert max(left.values()) <= 2
 
 
 AROUND = [

@@ -329,8 +329,10 @@ def test_works_under_autocast(name, norm, model, batch):
 def test_few_classes_work(name, norm, library):
     """Losses that rank classes (DLR, targets) find images inside the budget with two, three or four of them.
 
-    Of random models of other libraries some decide for the same class by far: there they come closer to it.
+    Of random models of other libraries some decide for the same class by far: there they come closer to it, and
+    ensembles, which give back what they do not break, break images of one of the three models.
     """
+    broken = 0
     for classes in (2, 3, 4):
         model, x = model_for(name, library, classes), images_for(name, library, 5 if library else 12, seed=5)
         with torch.no_grad():
@@ -342,6 +344,8 @@ def test_few_classes_work(name, norm, library):
         assert z.isfinite().all(), classes
         assert excess(name, norm, model, z, x) <= 1e-6, classes
         assert name.startswith(LUCK) or (closer or unbroken if library else misclassified > 0), classes
+        broken += int(misclassified)
+    assert broken > 0 or not name.startswith("autoattack")
 
 
 @everywhere(EVERY_NAME)

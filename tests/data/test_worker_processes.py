@@ -139,3 +139,16 @@ def test_a_broken_connection_names_the_sample_of_the_process_that_ended(monkeypa
     places.table[0] = torch.tensor([no_process, 7])
     with pytest.raises(UserError, match=r"died at sample 7 \(7\): .*Connection reset.*use fewer --workers"):
         list(places.watch(Broken(), str, "use fewer --workers"))
+
+
+class Unreadable:
+    """A loader whose worker lives and raises, as torch hands it on."""
+
+    def __iter__(self):
+        yield "read"
+        raise RuntimeError("Caught RuntimeError in DataLoader worker process 0.")
+
+
+def test_an_error_that_a_living_worker_raised_is_not_called_a_death():
+    with pytest.raises(RuntimeError, match="Caught RuntimeError"):
+        list(Places(1).watch(Unreadable(), str, "use fewer --workers"))

@@ -20,7 +20,7 @@ from vitadel.errors import UserError
 Read = TypeVar("Read")
 
 _MOST = 16  # workers of an audit; more than one model keeps busy
-_IS_DEAD = "DataLoader worker"  # in torch's error
+_IS_DEAD = "DataLoader worker (pid"  # in torch's error; not in one that a living worker raised
 _MOMENTS = 40  # of 0.05 s
 
 
