@@ -16,7 +16,7 @@ import pytest
 from command_line import vitadel
 from tiny_paper import PAPER, use_tiny_paper
 from vitadel.errors import UserError
-from vitadel.reporting.kinds.reproduce import _sizes
+from vitadel.reporting.kinds.reproduce import _sizes, _values
 from vitadel.reporting.page import write_report
 from vitadel.reproduce.given_runs import read_have
 from vitadel.reproduce.jobs import TableRequest, table_jobs
@@ -46,6 +46,17 @@ def finished(tmp_path_factory):
         page = folder / "out" / "report.html"
         write_report([folder / "out"], page)
     return folder, found, page.read_text()
+
+
+@pytest.mark.slow
+def test_numbers_of_a_small_table_are_not_subtracted_from_the_papers(finished):
+    _, found, page = finished
+    whole, small = _values(found), _values({**found, "small": "a tiny model"})
+    place = [column.heading for column in whole.columns].index("difference")
+    assert "difference" in page
+    assert any(row[place] is not None for row in whole.rows)
+    assert small.columns == whole.columns[:place] + whole.columns[place + 1 :]
+    assert small.rows == tuple(row[:place] + row[place + 1 :] for row in whole.rows)
 
 
 @pytest.mark.slow

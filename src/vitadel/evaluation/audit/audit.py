@@ -136,6 +136,14 @@ class AuditRequest(RunRequest):
     def threat(self) -> Threat:
         return make_threat(self.norm, self.eps)
 
+    def check_alone(self, flag: str, *others: str) -> None:
+        """Refuse the named flags beside `flag`: each decides in its own way which attacks run on which images."""
+        given = {"--within": self.within, "--compare-with": self.compare_with, "--protocol": self.protocol}
+        given |= {"--second-phase": self.second_phase, "--independent": self.independent or None}
+        for other in others:
+            if given[other] is not None:
+                raise UserError(f"{flag} and {other} cannot be combined; leave out one of them")
+
     def make_attacks(self) -> list[tuple[str, Attack]]:
         return [(name, make(name, eps=self.eps, norm=self.norm)) for name in self.attacks]
 

@@ -59,11 +59,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         request = self.request
-        others = {"--within": request.within, "--compare-with": request.compare_with, "--protocol": request.protocol}
-        others |= {"--second-phase": request.second_phase, "--independent": request.independent or None}
-        for flag, given in others.items():
-            if given is not None:
-                raise UserError(f"--curve and {flag} cannot be combined; leave out one of them")
+        request.check_alone("--curve", "--within", "--compare-with", "--protocol", "--second-phase", "--independent")
         if request.keep != "nothing":
             raise UserError("--curve keeps no images: it records the distance of each; leave out saving them")
         if request.eps == 0:

@@ -47,11 +47,7 @@ class SecondPhase:
                 f"--second-phase estimates the worst case, but the protocol {request.protocol} needs every attack on "
                 "all images; leave out one of them"
             )
-        others = {"--within": request.within, "--compare-with": request.compare_with}
-        others |= {"--independent": request.independent or None}
-        for flag, given in others.items():
-            if given is not None:
-                raise UserError(f"--second-phase and {flag} cannot be combined; leave out one of them")
+        request.check_alone("--second-phase", "--within", "--compare-with", "--independent")
         attacks = request.make_attacks()
         if len(attacks) < 2:
             raise UserError(
