@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from vitadel.data.batches import Preprocess
 from vitadel.errors import UserError
+from vitadel.training import data_stream
 from vitadel.training.data_stream import DataStream, make_augment, make_plain
 from vitadel.training.recipes.training_sections import Augmentation
 
@@ -186,3 +189,21 @@ def test_the_first_epochs_may_see_easier_images_under_the_same_names():
     for (a,), (b,) in zip(ours.steps(6, 12), plain.steps(6, 12), strict=True):
         assert torch.equal(a.names, b.names)
         assert torch.equal(a.x, b.x)
+
+
+def test_transforms_draw_as_if_everything_was_seeded(monkeypatch):
+    """Seeding every device for each image took longer than its transforms, and grew a list of calls without a GPU."""
+    section = Augmentation(crop="pad", padding=4, hflip=0.5, auto_augment="rand-m9-mstd0.5-inc1", reprob=0.5)
+    augment, picture = make_augment(section, Preprocess(8)), Image.effect_noise((8, 8), 80).convert("RGB")
+    drawn = [augment(picture, seed) for seed in range(8)]
+    monkeypatch.setattr(torch, "manual_seed", None)
+    assert all(torch.equal(augment(picture, seed), each) for seed, each in enumerate(drawn))
+    monkeypatch.undo()
+    monkeypatch.setattr(data_stream, "_seed_transforms", _seed_all)
+    assert all(torch.equal(augment(picture, seed), each) for seed, each in enumerate(drawn))
+
+
+def _seed_all(seed):
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

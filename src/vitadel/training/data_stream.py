@@ -31,6 +31,12 @@ Augment = Callable[[Image.Image, int], Tensor]
 def seed_everything(seed: int) -> None:
     """Seed torch, NumPy and Python; timm's transforms draw from the latter two."""
     torch.manual_seed(seed)
+    _seed_transforms(seed)
+
+
+def _seed_transforms(seed: int) -> None:
+    """Seed what transforms of one image draw from. torch.manual_seed seeds all devices: milliseconds for each image."""
+    torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
@@ -90,7 +96,7 @@ class _Transforms:
     steps: tuple[Callable[..., object], ...]
 
     def __call__(self, image: Image.Image, seed: int) -> Tensor:
-        seed_everything(seed)
+        _seed_transforms(seed)
         result: object = image
         for step in self.steps:
             result = step(result)
