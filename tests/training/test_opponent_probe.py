@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional as F
 from training_toys import FakeTraining
 
+from vitadel.attacks.pgd import PGD
+from vitadel.attacks.threats import Linf
 from vitadel.backbones.classifier import wrap
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import block_features
@@ -148,3 +150,49 @@ def test_the_interval_of_a_ratio_uses_pairs():
     assert bootstrap_ratio(2 * others, others) == pytest.approx((2, 2))
     low, high = bootstrap_ratio(np.random.default_rng(1).uniform(0.1, 3, 50), others)
     assert low < 1 < high
+
+
+def test_the_weight_is_calibrated_to_a_share_of_the_gradient(tmp_path):
+    """w = s / (1 - s) |g1| / |g2|, from gradients of another weight; all selectors start with the same one."""
+    model, x = planted(), pictures(8)
+    share = learned(Afat(weight=0.7, selector="random"), model, x, tmp_path, steps=0).logged["gradient_share"]
+    expected = 0.1 / 0.9 * 0.7 * (1 - share) / share
+    weights = []
+    for selector in ("random", "alignment"):
+        objective = Afat(gradient_share=0.1, selector=selector)
+        run = learned(objective, model, x, tmp_path, steps=1)
+        weights.append(run.logged["alignment_weight"])
+        saved = objective.patch_selector.state()
+        again = Afat(gradient_share=0.1, selector=selector)
+        again.patch_selector.load(saved)
+        assert again.patch_selector.weight == objective.patch_selector.weight  # a resumed training keeps it
+    assert weights == [pytest.approx(expected, rel=1e-4)] * 2
+    run = learned(Afat(gradient_share=0.1, selector="random"), model, x, tmp_path, steps=1)
+    assert run.logged["gradient_share"] == pytest.approx(0.1, rel=1e-4)  # the model did not learn meanwhile
+
+
+def test_a_calibrated_weight_enters_the_loss(tmp_path):
+    model, x = planted(), pictures(8)
+    objective = Afat(gradient_share=0.1, selector="random")
+    learned(objective, model, x, tmp_path, steps=1)
+    found = objective(model, x, x, torch.arange(8) % 5)
+    weighted = objective.patch_selector.weight * found["alignment"]
+    torch.testing.assert_close(found["loss"].detach(), found["natural"] + weighted)
+
+
+def test_shares_that_no_weight_gives_are_refused(tmp_path):
+    with pytest.raises(UserError, match="gradient_share must be at least 0 and below 1, got 1"):
+        Afat(gradient_share=1)
+    with pytest.raises(UserError, match="share 0 corrupts none"):
+        Afat(gradient_share=0.1, share=0)
+    gray = torch.full((2, 3, 32, 32), 0.5)  # its mean color is what patches are filled with
+    with pytest.raises(UserError, match="no gradient at the first step"):
+        learned(Afat(gradient_share=0.1, selector="random", fill="zero"), planted(), gray, tmp_path, steps=1)
+
+
+def test_with_an_attack_adversarial_images_are_aligned_and_classified():
+    model, x = planted(), pictures(4)
+    z, y = (x + 0.1).clamp(0, 1), torch.tensor([0, 3, 1, 4])
+    on_z = Afat(attack=PGD(Linf(8 / 255), steps=1), selector="random")(model, x, z, y)
+    for name, value in Afat(selector="random")(model, z, z, y).items():
+        torch.testing.assert_close(on_z[name], value)

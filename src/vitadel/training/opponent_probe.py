@@ -69,18 +69,33 @@ def _distances(pair: Pair) -> NDArray[np.float64]:
     return distances
 
 
-def gradient_share(
+def gradient_share(lengths: tuple[float, float]) -> float:
+    """The second gradient's share: |g2| / (|g1| + |g2|)."""
+    first, second = lengths
+    return second / (first + second) if second > 0 else 0.0
+
+
+def weight_of_share(share: float, lengths: tuple[float, float]) -> float | None:
+    """The weight of the second loss whose gradient then has this share; None where it has no gradient.
+
+    w |g2| / (|g1| + w |g2|) = share gives w = share / (1 - share) * |g1| / |g2|.
+    """
+    first, second = lengths
+    return share / (1 - share) * first / second if second > 0 else None
+
+
+def gradient_lengths(
     model: nn.Module,
     images: Images,
     choose: Callable[[Tensor], Tensor],
     pair: PairOf,
     losses: Callable[[Pair, Tensor], tuple[Tensor, Tensor]],
     key: int,
-) -> float:
-    """The second loss's share of the gradient of the trained parameters: |g2| / (|g1| + |g2|).
+) -> tuple[float, float]:
+    """The lengths of two losses' gradients with respect to the trained parameters.
 
-    `losses` are means over a batch of the cross-entropy and of the weighted alignment. In eval mode, so that only the
-    patches make features differ and no statistics change.
+    `losses` are means over a batch of the cross-entropy and of the alignment. In eval mode, so that only the patches
+    make features differ and no statistics change.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modes = [(module, module.training) for module in model.modules()]
@@ -102,7 +117,7 @@ def gradient_share(
         for module, flag in modes:
             module.training = flag
     first, second = map(_length, sums)
-    return second / (first + second) if second > 0 else 0.0
+    return first, second
 
 
 def _length(gradients: Sequence[Tensor]) -> float:

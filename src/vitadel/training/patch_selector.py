@@ -18,11 +18,13 @@ from vitadel.training.interfaces import Losses, Training
 from vitadel.training.opponent_probe import OpponentGain
 
 _PROBED = 128  # training images on which the selection is measured after every epoch
-_LAST, _MOMENTUM = "last", "momentum."
+_LAST, _MOMENTUM, _WEIGHT = "last", "momentum.", "alignment weight"
 
 Choose = Callable[[Tensor], Tensor]
 Probe = Callable[[nn.Module, Sequence[tuple[Tensor, Tensor]], Choose | None, int], tuple[float, OpponentGain | None]]
 """(model, images, the selector's choice or None for random patches, key) -> gradient share and gain."""
+Calibrate = Callable[[nn.Module, Sequence[tuple[Tensor, Tensor]], int], float]
+"""(model, images, key) -> the weight of the alignment."""
 
 
 @dataclass
@@ -35,7 +37,8 @@ class PatchSelector:
     and the selector hardly changes. Steps with non-finite gradients are skipped. Logged after every epoch, on training
     images without augmentation: the share of selected patches that differ from the start (`masks_moved`) and from the
     previous epoch (`masks_moved_last`), and what `probe` measures: `gradient_share`, and the gain of the choice over
-    random patches (`opponent_gain` with its interval), with a warning where the interval includes 1.
+    random patches (`opponent_gain` with its interval), with a warning where the interval includes 1. `calibrate` sets
+    the objective's `weight` at the first step, from the same images; it is logged as `alignment_weight`.
     """
 
     share: float
@@ -48,6 +51,8 @@ class PatchSelector:
     gradient: str
     grad_norm: float
     probe: Probe = field(repr=False)
+    calibrate: Calibrate | None = field(repr=False, default=None)
+    weight: float | None = field(init=False, default=None)
     _model: CorruptionModel | None = field(init=False, default=None, repr=False)
     _optimizer: torch.optim.SGD | None = field(init=False, default=None, repr=False)
     _saved: dict[str, Tensor] = field(init=False, default_factory=dict, repr=False)
@@ -82,6 +87,8 @@ class PatchSelector:
         self._key = derive_seed(run.seed, "corruption", run.step)
         if self._side == 0 or (self.trained and self._optimizer is None):
             self._start(run)
+        if self.calibrate is not None and self.weight is None:
+            self.weight = self.calibrate(run.model, list(run.training_images(_PROBED)), derive_seed(run.seed, "probe"))
         yield
         if self.trained:
             self._ascend(run)
@@ -129,6 +136,8 @@ class PatchSelector:
             choose = partial(self._kept, self._model, run.model)
         share, gain = self.probe(run.model, images, choose, derive_seed(run.seed, "probe"))
         run.log({"gradient_share": share})
+        if self.weight is not None:
+            run.log({"alignment_weight": self.weight})
         if gain is None:
             return
         run.log(gain.as_metrics())
@@ -159,9 +168,11 @@ class PatchSelector:
         return keep_mask(scores, self.count(scores.shape[1])).detach()
 
     def state(self) -> dict[str, Tensor]:
+        state = {} if self.weight is None else {_WEIGHT: torch.tensor(self.weight, dtype=torch.float64)}
         if self._model is None or self._optimizer is None:
-            return {}
-        state = {} if self._last is None else {_LAST: self._last.cpu()}
+            return state
+        if self._last is not None:
+            state[_LAST] = self._last.cpu()
         for name, weight in self._model.named_parameters():
             state[name] = weight.detach().cpu().clone()
             momentum = self._optimizer.state[weight].get("momentum_buffer")
@@ -172,6 +183,8 @@ class PatchSelector:
     def load(self, state: Mapping[str, Tensor]) -> None:
         self._saved = dict(state)
         self._last = self._saved.pop(_LAST, None)
+        weight = self._saved.pop(_WEIGHT, None)
+        self.weight = None if weight is None else float(weight)
 
 
 def _untrained(x: Tensor, side: int, seed: int) -> CorruptionModel:

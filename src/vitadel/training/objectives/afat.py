@@ -19,7 +19,13 @@ from vitadel.instrument.hooks import frozen
 from vitadel.quantities import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, check_ranges
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.objectives.cross_entropy import accuracy, cross_entropy
-from vitadel.training.opponent_probe import OpponentGain, gradient_share, opponent_gain
+from vitadel.training.opponent_probe import (
+    OpponentGain,
+    gradient_lengths,
+    gradient_share,
+    opponent_gain,
+    weight_of_share,
+)
 from vitadel.training.paired_features import Pair, pair_of, pair_with_fewer_tokens
 from vitadel.training.patch_selector import Choose, PatchSelector
 from vitadel.types import Attack
@@ -38,11 +44,16 @@ class Afat:
     which removes the tokens and works for plain ViTs. `straight_through` is the gradient of the selection: 'identity',
     'clamp'ed to [-1, 1] as released, or only within the 'window' of scores from -1 to 1 (Hubara et al. 2016).
     `learning` is how the selector learns: 'straight-through' from its own choice, as in the paper, or 'credited' by the
-    part of random patches in the damage (`credited_scores`), with a forward and backward pass of its own. For the other
-    fields see `PatchSelector` and `paired_features`. Defaults are the paper's; docs/afat.md has the reasons.
+    part of random patches in the damage (`credited_scores`), with a forward and backward pass of its own.
+    `gradient_share` above 0 replaces `weight` by the one with which the alignment under random patches has this share
+    of the gradient at the first step. With an `attack`, adversarial images take the place of clean ones everywhere:
+    adversarial training with the alignment on top, which is not in the paper. For the other fields see `PatchSelector`
+    and `paired_features`. Defaults are the paper's; docs/afat.md has the reasons.
     """
 
     weight: float = 5e-3
+    gradient_share: float = 0.0
+    attack: Attack | None = None
     share: float = 0.1
     selector: Literal["alignment", "cross-entropy", "random"] = "alignment"
     fill: Literal["noise", "zero", "drop"] = "noise"
@@ -68,9 +79,14 @@ class Afat:
             **dict.fromkeys(("share", "label_smoothing"), SHARE),
             **dict.fromkeys(("weight", "weight_decay", "patch_size"), NOT_NEGATIVE),
             **dict.fromkeys(("lr", "grad_norm"), POSITIVE),
-            momentum=BELOW_ONE,
+            **dict.fromkeys(("momentum", "gradient_share"), BELOW_ONE),
         )
         check_noise(self.share or 1, 1, self.noise)
+        if self.gradient_share > 0 and self.share == 0:
+            raise UserError(
+                f"gradient_share {self.gradient_share:g} needs corrupted patches, and share 0 corrupts none; set share "
+                "above 0, as the paper's 0.1"
+            )
         if self.fill == "drop" and self.share == 1:
             raise UserError("with fill: drop and share 1 no token would be left; choose a smaller share")
         if self.fill == "drop" and self.same_paths:
@@ -94,18 +110,16 @@ class Afat:
             gradient=self.gradient,
             grad_norm=self.grad_norm,
             probe=self._probe,
+            calibrate=self._calibrated if self.gradient_share > 0 else None,
         )
         object.__setattr__(self, "patch_selector", patch_selector)
-
-    @property
-    def attack(self) -> Attack | None:
-        return None
 
     @property
     def companion(self) -> tuple[str, PatchSelector]:
         return "opponent", self.patch_selector
 
     def __call__(self, model: nn.Module, x: Tensor, z: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = x if self.attack is None else z
         rng = self.patch_selector.rng(x)
         keep, term = self._kept(model, x), None
         if self.learning == "credited" and keep.requires_grad:
@@ -115,7 +129,7 @@ class Afat:
         pair = self._pair(model, x, used, rng)
         natural = cross_entropy(pair.clean, y, self.label_smoothing).mean()
         apart = self._apart(pair)
-        loss = natural + self.weight * apart
+        loss = natural + self._weight() * apart
         if maximizes_ce:
             corrupted_loss = cross_entropy(pair.altered, y, self.label_smoothing).mean()
             (gradient,) = torch.autograd.grad(_LOSS_SCALE * corrupted_loss, used, retain_graph=True)
@@ -131,6 +145,11 @@ class Afat:
             "accuracy": accuracy(pair.altered, y),
             "clean_accuracy": accuracy(pair.clean, y),
         }
+
+    def _weight(self) -> float:
+        """The weight of the alignment; `weight` until the first step of a training has calibrated it."""
+        calibrated = self.patch_selector.weight
+        return self.weight if calibrated is None else calibrated
 
     def _apart(self, pair: Pair) -> Tensor:
         return alignment(
@@ -170,14 +189,31 @@ class Afat:
     ) -> tuple[float, OpponentGain | None]:
         """The alignment's share of the gradient, and the gain of a selector that is trained."""
 
+        lengths = self._gradient_lengths(model, images, choose, key, self._weight())
+        return gradient_share(lengths), None if choose is None else opponent_gain(model, images, choose, self._pair, key)
+
+    def _calibrated(self, model: nn.Module, images: Sequence[tuple[Tensor, Tensor]], key: int) -> float:
+        """The weight with which the alignment under random patches has the wanted share of the gradient."""
+        weight = weight_of_share(self.gradient_share, self._gradient_lengths(model, images, None, key, 1.0))
+        if weight is None:
+            raise UserError(
+                "objective.gradient_share: the alignment has no gradient at the first step, so no weight gives it a "
+                "share; check that images differ from their corrupted versions, or set objective.weight"
+            )
+        return weight
+
+    def _gradient_lengths(
+        self, model: nn.Module, images: Sequence[tuple[Tensor, Tensor]], choose: Choose | None, key: int, weight: float
+    ) -> tuple[float, float]:
+        """Of the cross-entropy and of the weighted alignment, on clean images."""
+
         def by_chance(x: Tensor) -> Tensor:
             return self._random(model, x, SampleRNG.of_pixels(x, key))
 
         def losses(pair: Pair, y: Tensor) -> tuple[Tensor, Tensor]:
-            return cross_entropy(pair.clean, y, self.label_smoothing).mean(), self.weight * self._apart(pair)
+            return cross_entropy(pair.clean, y, self.label_smoothing).mean(), weight * self._apart(pair)
 
-        share = gradient_share(model, images, choose or by_chance, self._pair, losses, key)
-        return share, None if choose is None else opponent_gain(model, images, choose, self._pair, key)
+        return gradient_lengths(model, images, choose or by_chance, self._pair, losses, key)
 
     def _random(self, model: nn.Module, x: Tensor, rng: SampleRNG) -> Tensor:
         patches = math.prod(patches_in(x, self.patch_selector.side_for(model, x)))
