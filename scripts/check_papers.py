@@ -17,10 +17,10 @@ FOLDER = Path(paper_documents.__file__).parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accept", nargs="+", choices=paper_documents.PAPERS, default=[])
+    parser.add_argument("--accept", nargs="+", choices=paper_documents.DOCUMENTS, default=[])
     accepted = parser.parse_args().accept
     recorded = paper_documents.recorded_checksums()
-    for name in paper_documents.PAPERS:
+    for name in paper_documents.DOCUMENTS:
         paper = paper_documents.parse_paper((FOLDER / f"{name}.yaml").read_text("utf-8"), name)
         found = paper_documents.values_checksum(paper)
         if recorded.get(name) != found:

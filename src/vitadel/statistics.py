@@ -42,15 +42,43 @@ def chance_level(labels: Sequence[int], outputs: int) -> float:
     return 1 / max(outputs, 2) if len(counts) == 1 else max(counts.values()) / len(labels)
 
 
-def bootstrap_mean(values: NDArray[np.floating[Any]], seed: int = 0) -> tuple[float, float]:
-    """The 95 % interval of a mean over images: percentiles of the means of 1000 seeded resamples (Efron 1979).
+def bootstrap_mean(
+    values: NDArray[np.floating[Any]], seed: int = 0, level: float = 0.95, rounds: int = _ROUNDS
+) -> tuple[float, float]:
+    """The interval of a mean over images: percentiles of the means of seeded resamples (Efron 1979).
 
     `values` has one number per image. Average over versions of an image first: they are not independent samples.
     """
     rng = np.random.default_rng(seed)
-    means = [values[rng.integers(len(values), size=len(values))].mean(dtype=np.float64) for _ in range(_ROUNDS)]
-    low, high = np.quantile(means, [0.025, 0.975]).tolist()
+    means = [values[rng.integers(len(values), size=len(values))].mean(dtype=np.float64) for _ in range(rounds)]
+    tail = (1 - level) / 2 if level != 0.95 else 0.025  # as a literal, the usual level has no rounding error
+    low, high = np.quantile(means, [tail, 1 - tail]).tolist()
     return low, high
+
+
+def student_quantile(p: float, freedom: int) -> float:
+    """The quantile of Student's t distribution, for p above 1/2, by bisection of its distribution function."""
+    low, high = 0.0, 1.0
+    while _student_cdf(high, freedom) < p:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_cdf(middle, freedom) < p else (low, middle)
+    return high
+
+
+def _student_cdf(t: float, freedom: int) -> float:
+    """P(T < t) for t at least 0: the finite sums for whole degrees of freedom (Abramowitz & Stegun, 26.7.3 and 4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    total = 0.0
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= cosine**2 * (k - 1) / k
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return (1 + inside) / 2
 
 
 def bootstrap_ratio(

@@ -25,10 +25,15 @@ def reproduce(
     small: Annotated[bool, option("the same table in small, on shipped or given data", "--small")] = False,
     rows: Annotated[str | None, option("only these rows, comma-separated")] = None,
     columns: Annotated[str | None, option("only these columns, comma-separated")] = None,
-    seeds: Annotated[int, option("number of trainings of each row, with the seeds 0, 1, ...")] = 1,
+    seeds: Annotated[
+        int | None,
+        option("number of trainings of each row, with the seeds 0, 1, ...; by default 1, or the experiment's"),
+    ] = None,
     have: Annotated[list[str] | None, option("ROW=RUNFOLDER: use what is trained already; repeatable")] = None,
     data_root: options.DataRoot = None,
-    train_data: Annotated[str | None, rare("training data of a small table, e.g. parquet:train.parquet")] = None,
+    train_data: Annotated[
+        str | None, rare("training data of a small table or an experiment, e.g. parquet:train.parquet")
+    ] = None,
     test_data: Annotated[str | None, rare("its test data")] = None,
     shard: Annotated[str | None, rare("part I/N of the rows, for a cluster; all parts share --out")] = None,
     run: RunFlags = RunFlags(),

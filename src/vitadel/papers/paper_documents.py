@@ -18,8 +18,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from vitadel.errors import UserError, check_known, nearest_names, unknown_name
+from vitadel.papers.experiments import Experiment
 
 PAPERS = ("aas", "light-recipe", "robustness-tokens", "tora", "afat")
+SETTLE = "settle"
+"""The document of our own experiments on the papers' claims."""
+DOCUMENTS = (*PAPERS, SETTLE)
 Verb = Literal["audit", "corruptions", "stability", "trade-off", "threat-levels", "study", "probe", "training", "model"]
 
 
@@ -59,6 +63,17 @@ class Column(_Part):
     needs: str | None = None
 
 
+class Choose(_Part):
+    """A setting that is chosen among `values` on held-out images, by trainings with a seed that no result has.
+
+    The best has the highest `clean` share of clean accuracy and the rest of robust accuracy.
+    """
+
+    key: str
+    values: tuple[float, ...]
+    clean: float = 0.5
+
+
 class Row(_Part):
     """`values` are the published numbers in the order of the columns; null where the paper prints none.
 
@@ -71,6 +86,7 @@ class Row(_Part):
     set: Mapping[str, Any] = {}
     after: Mapping[str, str] = {}
     """Settings of the recipe that name the result of another training: {key: recipe#row}."""
+    choose: Choose | None = None
     model: str | None = None
     options: Mapping[str, Any] = {}
     vary: Mapping[str, Any] = {}
@@ -107,12 +123,15 @@ class Small(_Part):
     """The same table in small: rows of the sweep of `recipe`, which have the ids of the table's rows.
 
     `rows` maps ids to recipe rows where they differ. `columns` are those that can be had in small; all by default.
-    `set_given` changes the recipe for data that the user gives.
+    `set_given` changes the recipe for data that the user gives. Without `recipe`, rows are trained by their own
+    recipes, changed by `set`, and what they start from by `set_start`.
     """
 
     about: str
     minutes: int
-    recipe: str
+    recipe: str | None = None
+    set: Mapping[str, Any] = {}
+    set_start: Mapping[str, Any] = {}
     rows: Mapping[str, str] | None = None
     columns: tuple[str, ...] | None = None
     evaluations: Mapping[str, Evaluation] = {}
@@ -122,8 +141,21 @@ class Small(_Part):
     set_given: Mapping[str, Any] = {}
 
 
+class Figure(_Part):
+    """How results are drawn: the columns `x` against `y`, with marks of the size of `size`; or the columns `profile`,
+    one after the other, with a line for each row."""
+
+    x: str | None = None
+    y: str | None = None
+    size: str | None = None
+    profile: tuple[str, ...] = ()
+
+    def columns(self) -> list[str]:
+        return [name for name in (self.x, self.y, self.size, *self.profile) if name is not None]
+
+
 class Item(_Part):
-    """A table or figure."""
+    """A table or figure, or an experiment of our own."""
 
     id: str
     title: str
@@ -138,6 +170,8 @@ class Item(_Part):
     orderings: tuple[Ordering, ...] = ()
     notes: tuple[str, ...] = ()
     small: Small | None = None
+    experiment: Experiment | None = None
+    figure: Figure | None = None
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.id == name)
@@ -176,6 +210,15 @@ class Item(_Part):
                 for cell in pair:
                     if cell[0] not in rows or cell[1] not in columns:
                         raise ValueError(f"{self.id}, {ordering.claim!r}: there is no cell {', '.join(cell)}")
+        for contrast in self.experiment.contrasts if self.experiment is not None else ():
+            if (contrast.column is None) == (not contrast.rows):
+                raise ValueError(f"{self.id}, contrast {contrast.id}: give column or rows")
+            for cell in (*contrast.cells("plus"), *contrast.cells("minus")):
+                if cell[0] not in rows or cell[1] not in columns:
+                    raise ValueError(f"{self.id}, contrast {contrast.id}: there is no cell {', '.join(cell)}")
+        for name in self.figure.columns() if self.figure is not None else ():
+            if name not in columns:
+                raise ValueError(f"{self.id}: the figure names a column that is not there, {name}")
         return self
 
 
@@ -205,7 +248,7 @@ class DataSet(_Part):
 
 def read_paper(name: str) -> Paper:
     """The document of a paper, by its id; published values that were edited are refused."""
-    check_known("paper", name, PAPERS)
+    check_known("paper", name, DOCUMENTS)
     paper = parse_paper(files(__package__).joinpath(f"{name}.yaml").read_text("utf-8"), name)
     check_values(paper)
     return paper
@@ -230,7 +273,7 @@ def _shared_parts_expanded(document: Mapping[str, Any]) -> dict[str, Any]:
 def find_item(name: str) -> tuple[Paper, Item]:
     """The table or figure PAPER/ID."""
     paper_name, _, inner = name.partition("/")
-    if paper_name in PAPERS:
+    if paper_name in DOCUMENTS:
         paper = read_paper(paper_name)
         ids = [item.id for item in paper.items]
         if inner in ids:
@@ -238,7 +281,7 @@ def find_item(name: str) -> tuple[Paper, Item]:
         if inner in paper.illustrations:
             raise UserError(f"{name} shows no result to reproduce: {paper.illustrations[inner]}")
         raise unknown_name("table or figure", inner, ids, f" of {paper_name}")
-    known = [f"{paper}/{item.id}" for paper in PAPERS for item in read_paper(paper).items]
+    known = [f"{paper}/{item.id}" for paper in DOCUMENTS for item in read_paper(paper).items]
     near = nearest_names(name, known) or "."
     raise UserError(f"there is no table or figure '{name}'{near} `vitadel reproduce` lists all of them.")
 
@@ -254,8 +297,8 @@ def data_sets() -> dict[str, DataSet]:
 
 
 def values_checksum(paper: Paper) -> str:
-    """SHA-256 over all published values with their rows and columns, and the claims."""
-    content = [
+    """SHA-256 over all published values with their rows and columns, the claims, and the designs of experiments."""
+    content: list[Any] = [
         [
             item.id,
             [column.id for column in item.columns],
@@ -264,6 +307,7 @@ def values_checksum(paper: Paper) -> str:
         ]
         for item in paper.items
     ]
+    content += [[item.id, item.experiment.model_dump()] for item in paper.items if item.experiment is not None]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -290,6 +334,8 @@ def published_text(names: str) -> str:
 
 
 def _item_text(paper: Paper, item: Item) -> str:
+    if item.experiment is not None:
+        return f"`vitadel reproduce {paper.paper}/{item.id}` runs and decides it.\n{item.experiment.text()}"
     printed = [row for row in item.rows if row.values]
     shown = [place for place, _ in enumerate(item.columns) if any(row.values[place] is not None for row in printed)]
     if not shown:

@@ -118,7 +118,7 @@ def _errors_of(table: TableJobs, job: Job) -> Iterator[None]:
 
 def _chain(training: Training) -> list[Training]:
     """The trainings it starts from, and itself."""
-    return [*(each for _, earlier in training.after for each in _chain(earlier)), training]
+    return [*(each for earlier in training.earlier for each in _chain(earlier)), training]
 
 
 def _recipe(training: Training) -> Recipe:

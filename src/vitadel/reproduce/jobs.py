@@ -6,30 +6,32 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vitadel.errors import UserError, check_known, unknown_name
-from vitadel.papers.paper_documents import Column, Evaluation, Item, Paper, Row, find_item
+from vitadel.papers.paper_documents import Choose, Column, Evaluation, Item, Paper, Row, Small, find_item
+from vitadel.runtime.run_folder import RunFolder
 from vitadel.training.recipes.compose import compose
 
 _DATA_KEYS = ("train", "test", "validation", "extra", "easier")
+_CHOOSING = 1000  # the seed of trainings that choose a setting; results have the seeds 0, 1, ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRequest:
     """What `vitadel reproduce` is asked to do.
 
-    `rows` and `columns` are ids, all if None. Trainings run with the seeds 0 to `seeds` - 1. `have` gives, for a row,
-    the run folders of its trainings, one per seed, or a model for a row that is not trained here. `train_data` and
-    `test_data` replace the data of a small table.
+    `rows` and `columns` are ids, all if None. Trainings run with the seeds 0 to `seeds` - 1; None is 1, or as many as
+    the experiment has. `have` gives, for a row, the run folders of its trainings, one per seed, or a model for a row
+    that is not trained here. `train_data` and `test_data` replace the data of a small table or an experiment.
     """
 
     table: str
     rows: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
-    seeds: int = 1
+    seeds: int | None = None
     small: bool = False
     data_root: str | None = None
     train_data: str | None = None
@@ -37,38 +39,70 @@ class TableRequest:
     have: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
+        if self.seeds is not None and self.seeds < 1:
             raise UserError(f"--seeds must be at least 1, got {self.seeds}")
         if (self.train_data is None) != (self.test_data is None):
             raise UserError("--train-data and --test-data belong together: give both, or neither")
-        if self.train_data is not None and not self.small:
-            raise UserError(
-                "--train-data and --test-data are for --small; the tables themselves read the papers' data below "
-                "--data-root"
-            )
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training by a recipe. `after` are settings that name the result of another training."""
+    """A training by a recipe. `after` are settings that name the result of another training; `choose` is a setting that
+    other trainings decide."""
 
     recipe: str
     row: str
     seed: int
     overrides: Mapping[str, Any] = field(default_factory=dict)
     after: tuple[tuple[str, Training], ...] = ()
+    choose: Choose | None = None
 
     @property
     def name(self) -> str:
         """The name of its folder."""
         changes = {**self.overrides, **{key: each.name for key, each in self.after}}
+        if self.choose is not None:
+            changes["choose"] = self.choose.model_dump(mode="json")
         return f"{slug(f'{self.recipe}-{self.row}')}{_digest(changes)}-s{self.seed}"
+
+    @property
+    def earlier(self) -> tuple[Training, ...]:
+        """The trainings whose results it needs."""
+        return (*(each for _, each in self.after), *self.candidates())
+
+    def candidates(self) -> tuple[Training, ...]:
+        """The trainings that choose its setting, one for each value."""
+        if self.choose is None:
+            return ()
+        other = self._with_seed(_CHOOSING)
+        return tuple(
+            replace(other, overrides={**self.overrides, self.choose.key: value}, choose=None)
+            for value in self.choose.values
+        )
+
+    def _with_seed(self, seed: int) -> Training:
+        return replace(self, seed=seed, after=tuple((key, each._with_seed(seed)) for key, each in self.after))
 
     def document(self, folders: Path) -> dict[str, Any]:
         """The composed recipe. It is evaluated by the table, so there is no audit at its end."""
         results = {key: _result_of(key, folders / each.name) for key, each in self.after}
-        changes = {**self.overrides, **results, "data.test": None, "train.seed": self.seed}
-        return compose(self.recipe, self.row, changes)
+        changes = {**self.overrides, **self.chosen(folders), **results}
+        return compose(self.recipe, self.row, {**changes, "data.test": None, "train.seed": self.seed})
+
+    def chosen(self, folders: Path) -> dict[str, Any]:
+        """The setting that the candidates below `folders` decide, the first of the best; nothing without a choice."""
+        if self.choose is None:
+            return {}
+        scores = [_held_out_score(folders / each.name, self.choose.clean) for each in self.candidates()]
+        return {self.choose.key: self.choose.values[scores.index(max(scores))]}
+
+
+def _held_out_score(folder: Path, clean_share: float) -> float:
+    score = RunFolder(folder).results()["training"]["held_out"]
+    if score is None:
+        raise UserError(f"{folder} has no held-out accuracy to choose by; set data.held_out in its recipe")
+    clean = float(score["clean"])
+    return clean if score["robust"] is None else clean_share * clean + (1 - clean_share) * float(score["robust"])
 
 
 def _result_of(key: str, folder: Path) -> str:
@@ -128,12 +162,17 @@ class TableJobs:
     def name(self) -> str:
         return f"{self.paper.paper}/{self.item.id}"
 
+    @property
+    def seeds(self) -> int:
+        assert self.request.seeds is not None  # settled by `table_jobs`
+        return self.request.seeds
+
     def trainings(self) -> list[Training]:
         """All trainings, each once, those that others start from first."""
         found: dict[str, Training] = {}
 
         def add(training: Training) -> None:
-            for _, earlier in training.after:
+            for earlier in training.earlier:
                 add(earlier)
             found.setdefault(training.name, training)
 
@@ -160,7 +199,14 @@ class TableJobs:
 def table_jobs(request: TableRequest) -> TableJobs:
     """Resolve a request; rows and columns that are not known are refused with the nearest names."""
     paper, item = find_item(request.table)
+    own = 1 if item.experiment is None else item.experiment.seeds
+    request = replace(request, seeds=own if request.seeds is None else request.seeds)
     small = item.small if request.small else None
+    if request.train_data is not None and not request.small and item.experiment is None:
+        raise UserError(
+            "--train-data and --test-data are for --small; the tables themselves read the papers' data below "
+            "--data-root"
+        )
     if request.small and small is None:
         others = [f"{paper.paper}/{each.id}" for each in paper.items if each.small is not None]
         raise UserError(
@@ -184,7 +230,7 @@ def table_jobs(request: TableRequest) -> TableJobs:
         job
         for row in rows
         if row.id not in lacking and any(column.of is not None for column in columns)
-        for seed in range(request.seeds if row.train is not None else 1)
+        for seed in range((request.seeds or 1) if row.train is not None else 1)
         for job in [_job(item, row, seed, columns, request)]
     )
     return TableJobs(request, paper, item, rows, columns, jobs, lacking)
@@ -195,7 +241,7 @@ def _check_have(request: TableRequest, item: Item) -> None:
     for name, runs in request.have.items():
         if request.rows is not None and name not in request.rows:
             raise UserError(f"--have {name}={runs[0]} is not used: --rows leaves out {name}. Add it there, or drop it.")
-        places = request.seeds if item.row(name).train is not None else 1
+        places = (request.seeds or 1) if item.row(name).train is not None else 1
         if len(runs) > places:
             why = f"give --seeds {len(runs)}" if item.row(name).train is not None else "others have trained its model"
             raise UserError(f"--have gives {len(runs)} runs for {name}, which has room for {places}: {why}.")
@@ -210,29 +256,39 @@ def _job(item: Item, row: Row, seed: int, columns: Sequence[Column], request: Ta
     heads = dict.fromkeys(head for name in used if (head := evaluations[name].head) is not None)
     filled = {name: _filled(evaluations[name], row.vary, request.data_root) for name in (*heads, *used)}
     training = None
-    if small is not None:
-        training = _small_training(item, row, seed, request)
+    if small is not None and small.recipe is not None:
+        training = _small_training(small, row, seed, request)
     elif row.train is not None:
-        recipe, _, name = row.train.partition("#")
-        after = tuple((key, _plain_training(each, seed, request)) for key, each in row.after.items())
-        training = Training(recipe, name, seed, _located(recipe, name, row.set, request.data_root), after)
+        training = _row_training(item, row, seed, request)
     given = request.have.get(row.id, ())
     test = _test_data(item, training, request)
     texts = {name: _fill(value, row.vary) for name, value in values.items()}
     return Job(row, seed, filled, texts, test, training, given[seed] if seed < len(given) else None)
 
 
-def _plain_training(name: str, seed: int, request: TableRequest) -> Training:
-    recipe, _, row = name.partition("#")
-    return Training(recipe, row, seed, _located(recipe, row, {}, request.data_root))
+def _row_training(item: Item, row: Row, seed: int, request: TableRequest) -> Training:
+    """The training of a row by its own recipe, in small with the changes of the small version."""
+    small = item.small if request.small else None
+    shared = item.experiment is not None and item.experiment.shared_start
+    given = _given_data(request)
+
+    def training(name: str, changes: Mapping[str, Any], seed: int) -> Training:
+        recipe, _, inner = name.partition("#")
+        return Training(recipe, inner, seed, _located(recipe, inner, {**changes, **given}, request.data_root))
+
+    start = small.set_start if small else {}
+    after = tuple((key, training(each, start, 0 if shared else seed)) for key, each in row.after.items())
+    own = training(str(row.train), {**row.set, **(small.set if small else {})}, seed)
+    return replace(own, after=after, choose=row.choose)
 
 
-def _small_training(item: Item, row: Row, seed: int, request: TableRequest) -> Training:
-    small = item.small
-    assert small is not None
-    given = {}
-    if request.train_data is not None:
-        given = {**small.set_given, "data.train": request.train_data, "data.test": request.test_data}
+def _given_data(request: TableRequest) -> dict[str, Any]:
+    return {} if request.train_data is None else {"data.train": request.train_data, "data.test": request.test_data}
+
+
+def _small_training(small: Small, row: Row, seed: int, request: TableRequest) -> Training:
+    assert small.recipe is not None
+    given = {**small.set_given, **_given_data(request)} if request.train_data is not None else {}
     after = tuple(
         (key, Training(recipe, name, seed, given))
         for key, each in small.after.items()
@@ -259,6 +315,8 @@ def below_root(spec: str, root: str | None) -> str:
 
 def _test_data(item: Item, training: Training | None, request: TableRequest) -> str | None:
     if training is None:
+        if request.test_data is not None and not request.small:
+            return request.test_data
         return None if item.test_data is None else below_root(item.test_data, request.data_root)
     spec = compose(training.recipe, training.row, training.overrides)["data"].get("test")
     return spec if spec is not None or item.test_data is None else below_root(item.test_data, request.data_root)

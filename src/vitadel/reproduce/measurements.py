@@ -80,6 +80,8 @@ def _from_audit(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
 def _from_corruptions(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
     samples = _columns(folder / "samples.parquet")
     index, label = samples["index"], samples["label"]
+    if value == "clean":
+        return _share(samples["clean_correct"].astype(float), index)
     found = results["perturbations" if value == "mfr" else "corruptions"]
     if value == "mfr":
         return Cell(found["mfr"], found["mfr_ci95"], len(index))
@@ -94,9 +96,12 @@ def _from_corruptions(folder: Path, results: Mapping[str, Any], value: str) -> C
 
 
 def _from_stability(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
+    """'cosine' of attention and 'accuracy' under random masks; 'learned', accuracy under patches learned against it."""
     table = _columns(folder / "stability.parquet")
     if value == "cosine":
         return _mean(table["random:cosine"].astype(float), table["index"])
+    if value == "learned":
+        return _share(table["learned:right"].astype(float), table["index"])
     return _mean(table["random:right"] / results["stability"]["masks"], table["index"])
 
 

@@ -28,7 +28,7 @@ class Required:
 
 
 def required_files(table: TableJobs) -> list[Required]:
-    """The data sets of all jobs, in the order of the table's list; none of a small table."""
+    """The data sets of all jobs, in the order of the table's list."""
     root = Path(table.request.data_root or DEFAULT_ROOT)
     needed: dict[str, list[str]] = {}
     for job in table.jobs:
@@ -77,7 +77,11 @@ def check_files(table: TableJobs) -> None:
         for each in missing
     ]
     without = f"Without it: --rows {','.join(free)}." if free else "No row can run without it."
-    small = f" In small: vitadel reproduce {table.name} --small." if table.item.small else ""
+    small = (
+        f" In small: vitadel reproduce {table.name} --small." if table.item.small and not table.request.small else ""
+    )
+    if table.item.experiment is not None:
+        small += " Other files with the same classes: --train-data SPEC --test-data SPEC."
     raise UserError(
         f"{table.name} needs data that is not below {table.request.data_root or DEFAULT_ROOT}:\n"
         + "\n".join(lines)

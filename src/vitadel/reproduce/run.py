@@ -18,6 +18,7 @@ import numpy as np
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute, result_header
 from vitadel.papers.paper_documents import Column, values_checksum
+from vitadel.reproduce.decisions import decide_all
 from vitadel.reproduce.evaluations import Subject, evaluate
 from vitadel.reproduce.given_runs import check_given
 from vitadel.reproduce.jobs import Job, TableJobs, Training
@@ -133,7 +134,7 @@ class _Runner:
         return lambda name: self.folder / "evaluations" / job.evaluation_name(name)
 
     def _train(self, training: Training) -> None:
-        for _, earlier in training.after:
+        for earlier in training.earlier:
             self._train(earlier)
         folder = self.folder / "trainings" / training.name
         while not _is_finished(folder):
@@ -230,7 +231,7 @@ def _results(
             "protocol": item.protocol,
             "small": None if not request.small or item.small is None else item.small.about,
             "given_data": request.train_data,
-            "seeds": request.seeds,
+            "seeds": table.seeds,
             "columns": [_about(column) for column in table.columns],
             "rows": [
                 {
@@ -247,6 +248,8 @@ def _results(
                 for row in table.rows
             ],
             "claims": judge_claims(item, cells),
+            **({} if item.experiment is None else {"experiment": decide_all(item, cells)}),
+            **({} if item.figure is None else {"figure": item.figure.model_dump(mode="json")}),
             "errors": dict(errors),
             "notes": [*table.paper.notes, *item.notes],
         },

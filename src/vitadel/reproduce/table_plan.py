@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vitadel.errors import UserError
-from vitadel.papers.paper_documents import PAPERS, read_paper
+from vitadel.papers.paper_documents import DOCUMENTS, read_paper
 from vitadel.reproduce.jobs import TableJobs
 from vitadel.reproduce.required_files import published_weights, required_files
 from vitadel.training.recipes.compose import compose
@@ -20,7 +20,7 @@ _WITHOUT_DATA = {"model": "size of the model", "training": "what the training re
 def summaries() -> list[tuple[str, str]]:
     """Every table and figure: what it shows, what it needs, what it costs."""
     found = []
-    for name in PAPERS:
+    for name in DOCUMENTS:
         paper = read_paper(name)
         for item in paper.items:
             needs = ", ".join(item.data) or "no files"
@@ -50,7 +50,7 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
                 "recipe": training.recipe,
                 "row": training.row,
                 "changes": dict(training.overrides),
-                "after": [each.name for _, each in training.after],
+                "after": [each.name for each in training.earlier],
                 "epochs": recipe.epochs,
                 "model": recipe.model.name,
                 "parameters": built[training.name].parameters,
@@ -79,7 +79,8 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
         "title": item.title,
         "protocol": item.protocol,
         "small": item.small.about if table.request.small and item.small else None,
-        "seeds": table.request.seeds,
+        "seeds": table.seeds,
+        "experiment": None if item.experiment is None else item.experiment.text(),
         "trainings": trainings,
         "models": [
             {"model": job.row.model, "rows": [job.row.id], "parameters": built[job.model_name].parameters}
@@ -96,7 +97,7 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
                 "where": each.data.where,
                 "rows": list(each.rows),
             }
-            for each in ([] if table.request.small else required_files(table))
+            for each in required_files(table)
         ],
         "weights": published_weights(table),
         "needs": dict(table.lacking),
@@ -105,9 +106,11 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
 
 
 def _cost(table: TableJobs) -> str:
-    item, seeds = table.item, table.request.seeds
+    item = table.item
+    # The cost of an experiment is that of all its seeds.
+    seeds = table.seeds if item.experiment is None else round(table.seeds / item.experiment.seeds, 2)
     if table.request.small and item.small is not None:
-        return f"about {item.small.minutes * seeds} minutes of one CPU core (estimate)"
+        return f"about {item.small.minutes * seeds:g} minutes of one CPU core (estimate)"
     rows = len({job.row.id for job in table.jobs})
     share = f"; {rows} of its {len(item.rows)} rows are chosen" if rows < len(item.rows) else ""
     return f"about {item.gpu_hours * seeds:g} hours of an A100 for all rows (estimate: {item.cost_basis}){share}"
@@ -125,7 +128,7 @@ def time_here(table: TableJobs) -> str:
     if not trainings:
         return "nothing is trained"
     first = trainings[0]
-    missing = [] if table.request.small else [each.name for each in required_files(table) if not each.there]
+    missing = [each.name for each in required_files(table) if not each.there]
     if missing:
         return f"not measured, as data is missing: {', '.join(missing)}"
     try:
@@ -142,6 +145,8 @@ def plan_text(plan: dict[str, Any]) -> str:
     lines = [f"{plan['table']}: {plan['title']}", f"protocol: {plan['protocol']}"]
     if plan["small"]:
         lines.append(f"in small: {plan['small']}")
+    if plan["experiment"]:
+        lines += ["", plan["experiment"]]
     lines.append(f"\n{len(plan['trainings'])} trainings ({plan['seeds']} seed{'s' * (plan['seeds'] > 1)})")
     for each in plan["trainings"]:
         after = f", after {', '.join(each['after'])}" if each["after"] else ""

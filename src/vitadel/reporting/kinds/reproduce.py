@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitadel.quantities import listed
+from vitadel.reporting.experiments import decision_section, draw_results, summary
 from vitadel.reporting.figures import COLORS, Picture, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
@@ -23,6 +24,8 @@ _RULE = (
 
 def _sentence(run: Run) -> str:
     found = run.results["reproduce"]
+    if "experiment" in found:
+        return summary(found)
     counts = Counter(entry["verdict"] for entry in found["claims"])
     said = listed([f"{counts[verdict]} {_WORDS[verdict]}" for verdict in _WORDS if counts[verdict]])
     failed = f" {len(found['errors'])} rows failed." if found["errors"] else ""
@@ -36,11 +39,17 @@ _WORDS = {"holds": "confirmed", "does not hold": "contradicted", "cannot be told
 
 def _sections(run: Run) -> list[Section]:
     found = run.results["reproduce"]
-    sections = [
+    ours = "experiment" in found
+    sections = [decision_section(found)] if ours else []
+    if "figure" in found:
+        sections.append(Section("Results", lambda: draw_results(found), file="results"))
+    sections += [
         Section(
-            "Paper and ours",
+            "All numbers" if ours else "Paper and ours",
             lambda: _draw(found),
-            "Circles are the paper's numbers, squares ours, with 95 % intervals over images.",
+            ("Squares" if ours else "Circles are the paper's numbers, squares ours,")
+            + (" are means over seeds," if ours else "")
+            + " with 95 % intervals over images.",
             [table for place, _ in enumerate(found["columns"]) if (table := _column(found, place)).rows],
             _remarks(found),
             file="values",
@@ -57,8 +66,13 @@ def _sections(run: Run) -> list[Section]:
 
 
 def _remarks(found: Mapping[str, Any]) -> list[str]:
-    remarks = [f"Protocol of the paper: {found['protocol']}."]
-    if found["small"]:
+    ours = "experiment" in found
+    remarks = [f"Protocol{'' if ours else ' of the paper'}: {found['protocol']}."]
+    if found["given_data"] and ours:
+        remarks.append(f"Trained on {found['given_data']}.")
+    if found["small"] and ours:
+        remarks.append(f"In small: {found['small']}.")
+    elif found["small"]:
         data = f" on {found['given_data']}" if found["given_data"] else ""
         remarks.append(f"Ours is in small{data} ({found['small']}): compare orderings, not numbers.")
     remarks += [f"{row['row']}: {row['note']}." for row in found["rows"] if row["note"]]
@@ -73,11 +87,13 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
 
 def _values(found: Mapping[str, Any]) -> Table:
     """One line for each cell: what the paper prints, ours with its interval, and, unless in small, the difference."""
+    printed = "experiment" not in found
+    subtracted = printed and not found["small"]
     columns = (
-        *(Column("row"), Column("column"), Column("paper", 2), Column("ours", 2), Column("ours, from", 2)),
+        *(Column("row"), Column("column"), *((Column("paper", 2),) if printed else ()), Column("ours", 2)),
         *(
-            Column("ours, to", 2),
-            *(() if found["small"] else (Column("difference", 2),)),
+            *(Column("ours, from", 2), Column("ours, to", 2)),
+            *((Column("difference", 2),) if subtracted else ()),
             Column("n", 0),
             Column("seeds"),
         ),
@@ -91,12 +107,13 @@ def _values(found: Mapping[str, Any]) -> Table:
             each = " / ".join(f"{value:.2f}" for value in cell["seeds"]) if len(cell["seeds"]) > 1 else ""
             rows.append(
                 (
-                    *(row["row"], column["title"], cell["published"], cell["ours"], low, high),
-                    *(() if found["small"] else (cell.get("difference"),)),
+                    *(row["row"], column["title"], *((cell["published"],) if printed else ()), cell["ours"], low, high),
+                    *((cell.get("difference"),) if subtracted else ()),
                     *(cell["n"], each),
                 )
             )
-    return Table(f"{found['title']}: the paper's numbers and ours.", columns, tuple(rows))
+    what = "the paper's numbers and ours" if printed else "means over seeds, with the value of each"
+    return Table(f"{found['title']}: {what}.", columns, tuple(rows))
 
 
 def _column(found: Mapping[str, Any], place: int) -> Table:
@@ -180,7 +197,11 @@ def _draw(found: Mapping[str, Any]) -> Picture | None:
             axes.set_yticks(range(len(rows)), [row["row"] for row in rows] if number == 0 else [""] * len(rows))
             axes.set_xlabel(f"{column['title']}, %")
             style_axes(axes)
-    return Picture("reproduced", figure, f"Paper and ours, {listed([column['title'] for _, column in shown])}.")
+    return Picture(
+        "reproduced",
+        figure,
+        f"{'Ours' if 'experiment' in found else 'Paper and ours'}, {listed([column['title'] for _, column in shown])}.",
+    )
 
 
 def _draw_panel(axes: Any, cells: Sequence[Mapping[str, Any]]) -> None:

@@ -190,7 +190,9 @@ class Afat:
         """The alignment's share of the gradient, and the gain of a selector that is trained."""
 
         lengths = self._gradient_lengths(model, images, choose, key, self._weight())
-        return gradient_share(lengths), None if choose is None else opponent_gain(model, images, choose, self._pair, key)
+        return gradient_share(lengths), None if choose is None else opponent_gain(
+            model, images, choose, self._pair, key
+        )
 
     def _calibrated(self, model: nn.Module, images: Sequence[tuple[Tensor, Tensor]], key: int) -> float:
         """The weight with which the alignment under random patches has the wanted share of the gradient."""
