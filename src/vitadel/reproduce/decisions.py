@@ -86,10 +86,10 @@ def decide(experiment: Experiment, contrast: Contrast, cells: Cells, trained: se
 def _not_paired(cells: Sequence[Sequence[Cell]]) -> str | None:
     """Why cells cannot be compared image by image, if so."""
     flat = [each for cell in cells for each in cell]
-    if any(each.images is None or each.index is None for each in flat):
+    indices = [each.index for each in flat if each.images is not None and each.index is not None]
+    if len(indices) < len(flat):
         return "a column has no number for each image"
-    index = flat[0].index
-    if any(not np.array_equal(each.index, index) for each in flat if each.index is not None):
+    if not all(np.array_equal(each, indices[0]) for each in indices):
         return "cells were measured on different images"
     return None
 
