@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitadel.quantities import listed
-from vitadel.reporting.experiments import decision_section, draw_results, summary
+from vitadel.reporting.experiment_page import decision_section, draw_results, summary
 from vitadel.reporting.figures import COLORS, Picture, new_figure, style_axes
 from vitadel.reporting.kind import Kind, Section
 from vitadel.reporting.read_runs import Run
