@@ -148,6 +148,8 @@ def _shrink_recipes(patch: pytest.MonkeyPatch) -> None:
                 document[section][name] = most if given is None else min(given, most)
         for plugin in document.get("plugins", {}).values():
             plugin |= {key: MOST * 2 for key in ("images",) if key in (plugin or {})}
+        if "attention_scaling" in document.get("plugins", {}):
+            document["plugins"]["attention_scaling"]["gap"] = 1  # no longer than the training
         return document
 
     homes = (recipes, vitadel.training.run, vitadel.heads.probe, vitadel.threat_levels.token_training)

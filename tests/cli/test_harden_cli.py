@@ -145,8 +145,8 @@ def test_a_plugin_that_does_not_suit_the_model_is_named(vitadel, mine, tmp_path,
     (tmp_path / "plain.py").write_text(
         "import torch\n\n\ndef make():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 10))\n"
     )
-    for plugin in ("random_dropping", "attention_scaling"):
-        words = ["model.name=python:plain:make", "model.kwargs=null", f"plugins.{plugin}={{}}"]
+    for plugin, settings in (("random_dropping", "{}"), ("attention_scaling", "{gap: 1}")):
+        words = ["model.name=python:plain:make", "model.kwargs=null", f"plugins.{plugin}={settings}"]
         code, _, err = vitadel("harden", mine, *words, "--out", tmp_path / "run", "--device", "cpu")
         assert (code, f"plugins.{plugin}: " in err) == (2, True), err
         assert not (tmp_path / "run").exists()

@@ -199,6 +199,8 @@ def test_sections_speak_for_themselves():
         ({"plugins": {"random_dropping": {}}, "objective": {"use": "standard"}},
          r"plugins.random_dropping: this objective has no attack"),
         ({"schedule": {"shape": "constant", "min_lr": 0.1}}, r"schedule: the shape 'constant' has no min_lr"),
+        ({"plugins": {"attention_scaling": {"gap": 4}}, "train": {"epochs": 3}},
+         r"plugins.attention_scaling: a gap of 4 epochs is longer than the training of 3"),
         ({"train": {"epochs": True}}, r"train.epochs: should be a valid integer, got True"),
     ],
     ids=str,
@@ -206,6 +208,13 @@ def test_sections_speak_for_themselves():
 def test_each_fault_is_reported_under_its_name(changes, said):
     found = faults(**changes)
     assert any(re.match(said, fault) for fault in found), found
+
+
+@pytest.mark.parametrize(
+    ("settings", "cooldown"), [({"gap": 3}, 0), ({"gap": 4}, 1), ({"gap": 4, "search": "fixed"}, 0)], ids=str
+)
+def test_a_gap_that_the_training_reaches_or_that_nothing_waits_for_is_no_fault(settings, cooldown):
+    built(plugins={"attention_scaling": settings}, train={"epochs": 3}, schedule={"cooldown_epochs": cooldown})
 
 
 def test_a_wrong_spec_is_reported_once_and_under_its_own_name():
@@ -532,7 +541,10 @@ def test_such_arguments_are_user_errors_when_the_model_is_made_too(kwargs):
 
 
 def test_plugins_that_do_not_go_with_the_model_are_reported_together():
-    document = GOOD | {"model": {"name": "resnet18"}, "plugins": {"attention_scaling": {}, "random_dropping": {}}}
+    document = GOOD | {
+        "model": {"name": "resnet18"},
+        "plugins": {"attention_scaling": {"gap": 1}, "random_dropping": {}},
+    }
     with pytest.raises(Faulty) as caught:
         check_model(build_recipe(document, "toy"), "toy")
     scaling, dropping = caught.value.faults

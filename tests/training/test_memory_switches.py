@@ -53,7 +53,7 @@ def test_checkpointing_runs_blocks_again_in_the_backward_pass(monkeypatch):
     ("changes", "named"),
     [
         ({"objective": {"use": "afat"}}, "objective.use afat"),
-        ({"plugins": {"attention_scaling": {}}}, "plugins.attention_scaling"),
+        ({"plugins": {"attention_scaling": {"gap": 1}}}, "plugins.attention_scaling"),
         ({"objective": {"use": "tora", "attack": "pgd-1"}, "adapter": {"use": "tora", "reduction": 8}}, "tora"),
     ],
 )

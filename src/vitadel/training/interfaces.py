@@ -33,6 +33,7 @@ __all__ = [
     "HasOwnMetric",
     "Losses",
     "NeedsAdapter",
+    "NeedsLength",
     "Objective",
     "Plugin",
     "PreparesModel",
@@ -213,6 +214,15 @@ class ChecksLength(Protocol):
 
     def length_warning(self, epochs: int) -> str | None:
         """A sentence if it has no effect, or does not finish, in this number of epochs."""
+        ...
+
+
+@runtime_checkable
+class NeedsLength(Protocol):
+    """A plug-in that refuses a training in which its own settings say that it does nothing."""
+
+    def check_length(self, epochs: int) -> None:
+        """Raise `UserError` if it needs more epochs than these."""
         ...
 
 

@@ -76,6 +76,13 @@ class AttentionScaling:
     def length_warning(self, epochs: int) -> str | None:
         return warn_late_start(self.gap, epochs)
 
+    def check_length(self, epochs: int) -> None:
+        if self.gap > epochs and self.search != "fixed":
+            raise UserError(
+                f"a gap of {self.gap} epochs is longer than the training of {epochs}, so no factors would ever be "
+                "searched; set a shorter gap, train for more epochs than the gap has, or leave attention_scaling out"
+            )
+
     def check_model(self, model: Classifier) -> None:
         if not attentions_of(model):
             raise UserError(

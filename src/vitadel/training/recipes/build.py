@@ -14,6 +14,7 @@ from vitadel.training.interfaces import (
     ChecksObjective,
     ChecksPlugins,
     NeedsAdapter,
+    NeedsLength,
     Objective,
     Plugin,
 )
@@ -105,6 +106,11 @@ def build_recipe(document: Mapping[str, Any], where: str) -> Recipe:
     for _, plugin in plugins:
         if isinstance(plugin, ChecksPlugins):
             faults.attempt("plugins", guarded(plugin.check_plugins), [other for _, other in plugins])
+    if isinstance(train := parts.get("train"), TrainSection) and isinstance(parts["schedule"], Schedule):
+        epochs = train.epochs + parts["schedule"].cooldown_epochs
+        for name, plugin in plugins:
+            if isinstance(plugin, NeedsLength):
+                faults.attempt(f"plugins.{name}", guarded(plugin.check_length), epochs)
     if objective is not None and adapter is not None:
         faults.attempt("adapter", _check_adapter, objective, adapter)
     if objective is not None and isinstance(parts["threat"], ThreatSection):
