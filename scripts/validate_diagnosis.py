@@ -4,12 +4,13 @@
     python scripts/validate_diagnosis.py --half held-out --out runs/validate-diagnosis
     python scripts/validate_diagnosis.py --only ripples --only CNN       # names or families that contain this
     python scripts/validate_diagnosis.py --half held-out --part broken --weak --without-attacks
+    python scripts/validate_diagnosis.py --part untrained --images 24 --eps 1/255    # CNNs of torchvision
 
 For every broken defense: what it hides from PGD-20, as the share of all images that another attacker breaks (transfer
 from the model inside; Square) and PGD-20 leaves. If that is more than 5 points: the first check of `quick` that is
 raised; with --weak whatever it hides, so that recall is a curve over strength. For every honest model: all checks that
-are raised. Results are kept in files, so a run can be killed and
-started again.
+are raised; and for CNNs of torchvision with random weights, whose own answers are taken for the labels. Results are
+kept in files, so a run can be killed and started again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchvision.models
 from torch import Tensor, nn
 
 from vitadel.adapters.adapted_model import open_model
@@ -36,12 +38,15 @@ from vitadel.diagnosis.gallery.entry import ROBUST
 from vitadel.diagnosis.run import CHECKS, Check, DiagnosisRequest, examination_of, run_checks
 from vitadel.evaluation.engine.target import open_target
 from vitadel.findings import OK
+from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import join_processes
 from vitadel.runtime.run_folder import write_atomically, write_json
 from vitadel.statistics import wilson
 
 HIDES = 0.05
 """Recall counts defenses that hide more than this share of all images from PGD-20."""
+PARTS = ("hides", "broken", "honest", "untrained")
+UNTRAINED = ("resnet18", "mobilenet_v2", "densenet121", "vgg11")
 _SQUARE = "square(queries=100,rescale_schedule=true)"
 _base = cache(open_model)
 
@@ -124,6 +129,25 @@ def raised(e: Examination, checks: Sequence[Check] = CHECKS, *, all_checks: bool
     return {"raised": found, "evidence": evidence, "checks": len(checks), "cpu_seconds": seconds}
 
 
+def random_cnn(name: str, images: int, eps: float) -> Examination:
+    """A CNN of torchvision with random weights, examined on its own answers.
+
+    They would all be one class: the last bias makes the mean logits of other images equal, which spreads them.
+    """
+    torch.manual_seed(0)
+    net = getattr(torchvision.models, name)(num_classes=10).eval()
+    target = open_target(net, "shapes")
+    e = examination_of(target, DiagnosisRequest(limit=images, eps=eps), join_processes("cpu"))[0]
+    *_, last = (module for module in net.modules() if isinstance(module, nn.Linear))
+    with torch.no_grad():
+        last.bias -= torch.cat([e.model(x) for x, _ in e.other_images(128)]).mean(0)
+
+    def answered(count: int) -> list[tuple[Tensor, Tensor]]:
+        return [(x, e.logits_of(x).argmax(1)) for x, _ in e.other_images(count)]
+
+    return replace(e, y=e.logits_of(e.x).argmax(1), other_images=answered, _robust={})
+
+
 class Results:
     """Rows by name, in a file."""
 
@@ -192,14 +216,15 @@ def main() -> None:
         "--only", action="append", default=[], help="a family, kind or name; may be given several times"
     )
     parser.add_argument("--images", type=int, default=48)
-    parser.add_argument("--part", choices=("hides", "broken", "honest"), action="append", help="default: all three")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: the first three")
+    parser.add_argument("--eps", default="8/255", help="for --part untrained")
     parser.add_argument("--without-attacks", action="store_true", help="only checks that take seconds")
     parser.add_argument("--weak", action="store_true", help="also broken defenses that hide little or nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/validate-diagnosis"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    parts = options.part or ["hides", "broken", "honest"]
-    hides, broken, honest = (Results(options.out / f"{name}.json") for name in ("hides", "broken", "honest"))
+    parts = options.part or PARTS[:3]
+    hides, broken, honest, without_training = (Results(options.out / f"{name}.json") for name in PARTS)
     tables = []
     checks = without_attacks() if options.without_attacks else CHECKS
     defenses: list[BrokenDefense] = chosen(BROKEN_DEFENSES, options.half, options.only)
@@ -217,6 +242,11 @@ def main() -> None:
     for each in models if "honest" in parts else []:
         honest.get(
             each.name, lambda each=each: raised(examination(each.make(), options.images), checks, all_checks=True)
+        )
+    for name in (name for name in UNTRAINED if "untrained" in parts and (not options.only or name in options.only)):
+        e = random_cnn(name, options.images, read_quantity(options.eps, "eps"))
+        without_training.get(
+            name, lambda e=e: raised(e, checks, all_checks=True) | {"pgd-10": e.share(e.robust("pgd-10"))}
         )
     seen = [model for model in models if model.name in honest.rows]
     tables.append(alarm_table([(model, honest.rows[model.name]) for model in seen]))

@@ -148,6 +148,7 @@ def test_eot_and_bpda_together():
         ("bpda(modules=input_transfrom)+fgsm", "no module 'input_transfrom'; did you mean input_transform"),
         ("bpda(modules=input_transform,backward=python:torch:sum)+fgsm", r"returns \(2, 3, 8, 8\).*\(\)"),
         ("bpda(modules=input_transform,backward=python:builtins:repr)+fgsm", r"returns \(2, 3, 8, 8\).*str"),
+        ("bpda(modules=input_transform,backward=python:torch:t)+fgsm", r"RuntimeError: t\(\).*shape \(2, 3, 8, 8\)"),
         ("bpda(modules=input_transform,backward=smooth)+fgsm", "unknown backward 'smooth'"),
         ("bpda(modules=input_transform,backward=python:torch:summ)+fgsm", "has no 'summ'"),
         ("bpda(modules=;)+fgsm", "needs the names of modules"),

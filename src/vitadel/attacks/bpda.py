@@ -185,6 +185,18 @@ def named_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.M
     return found
 
 
+def _compute(stand_in: Backward, x: Tensor, name: str) -> Tensor:
+    try:
+        return stand_in(x)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the user's function raises
+        raise UserError(
+            f"the stand-in of module {name!r} in the backward pass failed with {type(error).__name__}: {error}. It got "
+            f"the module's input, of shape {tuple(x.shape)}, and must return a tensor of the module's output shape"
+        ) from error
+
+
 def _replaced_backward(name: str, module: nn.Module, stand_in: Backward) -> list[Edge]:
     entered: list[Tensor] = []
 
@@ -193,7 +205,7 @@ def _replaced_backward(name: str, module: nn.Module, stand_in: Backward) -> list
         return x.clone()  # a module may change its input in place
 
     def leave(output: Tensor) -> Tensor:
-        replaced = stand_in(entered.pop())
+        replaced = _compute(stand_in, entered.pop(), name)
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (output, replaced)]
         if not isinstance(output, Tensor) or shapes[0] != shapes[1]:
             raise UserError(
