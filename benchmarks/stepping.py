@@ -16,10 +16,10 @@ from vitadel.backbones.load import load_model
 from vitadel.runtime.distributed import join_processes
 
 # Single steps have no public name: `train` runs all of them at once, so candidates could not take turns.
-from vitadel.training.loop import _Trainer
+from vitadel.training.loop import _Trainer, make_optimizer
 from vitadel.training.metrics import Metrics, ProgressTable
 from vitadel.training.recipes.build import Recipe
-from vitadel.training.run import make_optimizer, open_training
+from vitadel.training.run import open_training
 from vitadel.training.training_state import TrainingState
 
 __all__ = ["Step", "opened", "our_step", "ratios_to", "take_turns"]

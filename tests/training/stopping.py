@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass
@@ -26,3 +27,17 @@ class ControlC:
     def after_step(self, run):
         if os.environ.get("CONTROL_C") and (run.step, run.processes.rank) == (self.at_step, self.rank):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@dataclass
+class Killed:
+    """One process is killed at a step, unless the file says that this has happened."""
+
+    at_step: int
+    rank: int
+    file: str
+
+    def after_step(self, run):
+        if (run.step, run.processes.rank) == (self.at_step, self.rank) and not Path(self.file).exists():
+            Path(self.file).touch()
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -27,10 +27,11 @@ from vitadel.runtime.distributed import join_processes
 from vitadel.training import run as harden_module
 from vitadel.training import training_state
 from vitadel.training.held_out import HeldOut, Score
+from vitadel.training.loop import make_optimizer
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.recipes.compose import compose
 from vitadel.training.recipes.training_sections import ModelSection, OptimizerSection, Schedule
-from vitadel.training.run import make_optimizer, open_training, run_harden
+from vitadel.training.run import open_training, run_harden
 from vitadel.training.starting_model import check_answer, starting_model
 from vitadel.training.training_cost import plan_training
 

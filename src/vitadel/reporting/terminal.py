@@ -136,8 +136,42 @@ def show_training_plan(title: str, cost: dict[str, Any]) -> None:
     table.add_row("all", "", duration(cost["seconds_likely"]), duration(cost["seconds"]))
     console.print(table)
     console.print("[dim]'Likely': half of the images withstand the attacks of validation and audit.[/]")
+    if "memory" in cost:
+        _show_memory(console, cost["memory"])
     if cost["plugins_not_timed"]:
         console.print(f"[dim]The cost of plug-ins is not counted: {escape(', '.join(cost['plugins_not_timed']))}.[/]")
+
+
+def _show_memory(console: Console, memory: Mapping[str, Any]) -> None:
+    """The memory of a step on each device, and the largest micro-batch that fits."""
+    ways = {"as the recipe says": memory["as_set"], "train.checkpointing=true": memory["checkpointing"]}
+    sizes = [*memory["as_set"]["largest_batch_by_gb"]]
+    table = Table(
+        "",
+        title=f"memory per device: weights {_gb(memory['weights_bytes'])}, optimizer state "
+        f"{_gb(memory['optimizer_bytes'])}, and by micro-batch",
+        title_justify="left",
+    )
+    for heading in (
+        f"with {memory['as_set']['images']}",
+        "per image",
+        "largest here",
+        *(f"{size} GB" for size in sizes),
+    ):
+        table.add_column(heading, justify="right")
+    for name, way in ways.items():
+        if way is not None:
+            largest = (way["largest_batch"], *way["largest_batch_by_gb"].values())
+            table.add_row(name, _gb(way["peak_bytes"]), _gb(way["bytes_per_image"]), *(f"{n:,}" for n in largest))
+    console.print(table)
+    console.print(
+        f"[dim]Largest: images of a micro-batch in 90 % of the memory, here {_gb(memory['device_bytes'])}; plug-ins "
+        "are not counted, except for averaged weights.[/]"
+    )
+
+
+def _gb(size: float) -> str:
+    return f"{size / 2**30:.2f} GB" if size >= 2**30 else f"{size / 2**20:.1f} MB"
 
 
 def show_names(rows: Sequence[tuple[str, str]]) -> None:

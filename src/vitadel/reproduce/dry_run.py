@@ -24,9 +24,9 @@ from vitadel.backbones.timm_models import is_timm_name
 from vitadel.errors import UserError
 from vitadel.reproduce.jobs import Job, TableJobs, Training
 from vitadel.training.interfaces import ChecksModel
+from vitadel.training.loop import make_optimizer
 from vitadel.training.recipes.build import Recipe, build_recipe
 from vitadel.training.recipes.compose import compose
-from vitadel.training.run import make_optimizer
 from vitadel.training.starting_model import starting_model
 from vitadel.training.trainables.tora_parts import ToraParts
 

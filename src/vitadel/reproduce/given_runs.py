@@ -45,6 +45,8 @@ def _check(job: Job, folder: Path, folders: Path) -> None:
     assert training is not None
     wanted = compose(training.recipe, training.row, {**training.overrides, "data.test": None})
     had = deciding(parse_recipe(recipe.read_text("utf-8"), str(recipe)))
+    if "amp_dtype" not in wanted["train"]:  # then any precision will do, and a GPU has its own
+        had.pop("train.amp_dtype", None)
     differences = _differences(_comparable(deciding(wanted)), _comparable(translate_settings(had)))
     if differences:
         shown = differences[:_MOST_SHOWN]

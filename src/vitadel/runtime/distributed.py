@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -73,7 +73,7 @@ def join_processes(device: str = "auto") -> Processes:
     if device == "auto":
         # Without an accelerator, accelerate joins processes only if it is asked for the CPU.
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        state = PartialState(cpu=found is None or not _has_float64(found))
+        state = PartialState(cpu=found is None or not _has_float64(found), **_after_restart())
         joined = Processes(state.process_index, state.num_processes, state.device)
     else:
         try:
@@ -86,11 +86,23 @@ def join_processes(device: str = "auto") -> Processes:
                 f"device {device!r} has no float64, in which perturbations are measured against their budget; use "
                 "--device cpu"
             )
-        state = PartialState(cpu=wanted.type == "cpu")
+        state = PartialState(cpu=wanted.type == "cpu", **_after_restart())
         place = wanted if state.num_processes == 1 else state.device
         joined = Processes(state.process_index, state.num_processes, place)
     check_all_joined(joined.count, device)
     return joined
+
+
+def _after_restart() -> dict[str, Any]:
+    """How to join after an elastic restart: the launcher's store still has the addresses of the processes before it.
+
+    A process that reads one of those before its owner has written the new one would wait for a dead process.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or not torch.distributed.is_available() or torch.distributed.is_initialized():
+        return {}
+    store, rank, count = next(torch.distributed.rendezvous("env://"))
+    return {"store": torch.distributed.PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": count}
 
 
 def _has_float64(device: torch.device) -> bool:

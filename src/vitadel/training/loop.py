@@ -7,6 +7,7 @@ bit.
 
 from __future__ import annotations
 
+import inspect
 import math
 import signal
 import threading
@@ -20,6 +21,7 @@ from typing import Any, Literal, Self
 
 import torch
 from accelerate import Accelerator
+from timm.optim import create_optimizer_v2, get_optimizer_class
 from torch import Tensor, nn
 
 from vitadel.attacks.losses import hard_labels
@@ -44,6 +46,7 @@ from vitadel.training.interfaces import (
     HasOwnMetric,
 )
 from vitadel.training.metrics import track
+from vitadel.training.recipes.training_sections import OptimizerSection
 from vitadel.training.training_state import TrainingState, average_statistics, find_checkpoint, restore, save_checkpoint
 from vitadel.types import Attack, Ensemble
 
@@ -55,7 +58,11 @@ def train(state: TrainingState, accelerator: Accelerator, optimizer: torch.optim
     with warnings.catch_warnings():
         # accelerate has no other name yet for what newer torch calls forward_sync_buffers.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        model, prepared = accelerator.prepare(state.model, optimizer)
+        if state.sharded is None:
+            model, prepared = accelerator.prepare(state.model, optimizer)
+        else:  # which needs no further wrapper
+            model = accelerator.prepare_model(state.model, evaluation_mode=True)
+            prepared = accelerator.prepare_optimizer(optimizer)
     if resume and (checkpoint := find_checkpoint(state)) is not None:
         restore(state, prepared, accelerator, checkpoint)
     epoch_start = state.step // state.steps_per_epoch * state.steps_per_epoch
@@ -112,7 +119,8 @@ class _Trainer:
         lr = self._set_lr()
         attack = self._attack_of_step()
         state.model.train()  # before the attacks, which see it so with attack_mode 'train', also right after a resume
-        batch = [self._attacked(part.to(state.processes.device), attack) for part in parts]
+        with nullcontext() if state.sharded is None else state.sharded.whole():
+            batch = [self._attacked(part.to(state.processes.device), attack) for part in parts]
 
         def losses() -> Iterator[Tensor]:
             scaler = self.accelerator.scaler
@@ -128,6 +136,8 @@ class _Trainer:
             numbers = self._backward(batch)
             clip = math.inf if recipe.optimizer.clip_grad_norm is None else recipe.optimizer.clip_grad_norm
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+            if hasattr(norm, "full_tensor"):  # of divided gradients
+                norm = norm.full_tensor()
             numbers["gradient_norm"] = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
             values = self._checked(numbers)
             self.optimizer.step()
@@ -214,7 +224,7 @@ def _diverged(state: TrainingState, what: str, step: int) -> UserError:
 
 def _check_logits(state: TrainingState) -> None:
     """Raise `UserError` if finite weights give non-finite logits: they are neither validated nor saved."""
-    with _full_precision(state.model), frozen(state.model), torch.no_grad():
+    with _as_given(state), frozen(state.model), torch.no_grad():
         for x, _ in state.held_out_images(_CHECKED):
             if not bool(state.model(x).isfinite().all()):
                 raise _diverged(state, "the model gives NaN or infinite logits", state.step)
@@ -246,10 +256,24 @@ def _full_precision(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _deployed(state: TrainingState) -> Iterator[None]:
-    """The model as it would be used: in full precision, with averaged weights if there are any."""
+def _as_given(state: TrainingState) -> Iterator[None]:
+    """The model outside of steps: in full precision, not compiled, with all its weights in every process."""
     with ExitStack() as stack:
         stack.enter_context(_full_precision(state.model))
+        if state.model._compiled_call_impl is not None:
+            from vitadel.training.memory_switches import uncompiled
+
+            stack.enter_context(uncompiled(state.model))
+        if state.sharded is not None:
+            stack.enter_context(state.sharded.whole())
+        yield
+
+
+@contextmanager
+def _deployed(state: TrainingState) -> Iterator[None]:
+    """The model as it would be used: as given, with averaged weights if there are any."""
+    with ExitStack() as stack:
+        stack.enter_context(_as_given(state))
         for plugin in state.plugins:
             if isinstance(plugin, ChangesEvaluation):
                 stack.enter_context(plugin.evaluated(state))
@@ -257,7 +281,7 @@ def _deployed(state: TrainingState) -> Iterator[None]:
 
 
 def _start_epoch(state: TrainingState) -> None:
-    with _full_precision(state.model):
+    with _as_given(state):
         for plugin in state.plugins:
             if isinstance(plugin, BeforeEpoch):
                 plugin.before_epoch(state)
@@ -267,7 +291,7 @@ def _end_epoch(state: TrainingState, accelerator: Accelerator) -> None:
     """Call plug-ins, validate, keep the best weights."""
     epoch = state.epoch
     average_statistics(state.model, state.processes)
-    with _full_precision(state.model):
+    with _as_given(state):
         for plugin in state.plugins:
             if isinstance(plugin, AfterEpoch):
                 plugin.after_epoch(state)
@@ -315,10 +339,11 @@ def _measured(state: TrainingState) -> dict[str, Any] | None:
 
 def _write_weights(state: TrainingState, name: str, already_deployed: bool = False) -> None:
     with nullcontext() if already_deployed else _deployed(state):
-        if isinstance(state.model, Classifier):
-            state.model.record_training(_measured(state) if name == "best" else None)
+        model = state.plain_model()
+        if isinstance(model, Classifier):
+            model.record_training(_measured(state) if name == "best" else None)
         if state.processes.is_main:
-            state.recipe.adapter.save(state.model, state.folder / "weights" / f"{name}.safetensors")
+            state.recipe.adapter.save(model, state.folder / "weights" / f"{name}.safetensors")
 
 
 @contextmanager
@@ -340,6 +365,36 @@ def _interrupt_flag() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
+    """timm's optimizer, which knows what not to decay, of unfrozen parameters; the loop sets its rate each step."""
+    options: dict[str, Any] = {"eps": section.eps, "betas": section.betas, "layer_decay": section.layer_decay}
+    options["fused"] = _fused(section, next(model.parameters()).device) or None
+    try:
+        optimizer: torch.optim.Optimizer = create_optimizer_v2(
+            model.backbone if isinstance(model, Classifier) else model,  # timm knows its parameter names
+            opt=section.name,
+            lr=section.lr,
+            weight_decay=section.weight_decay,
+            momentum=section.momentum,
+            **{key: value for key, value in options.items() if value is not None},
+        )
+    except (ValueError, AssertionError, TypeError) as error:
+        raise UserError(f"optimizer '{section.name}' cannot be built with these settings: {error}") from error
+    return optimizer
+
+
+def _fused(section: OptimizerSection, device: torch.device) -> bool:
+    """Whether all weights are updated in one kernel: if the recipe says so, or by default on a GPU."""
+    known = get_optimizer_class(section.name, bind_defaults=False)
+    can = inspect.isclass(known) and "fused" in inspect.signature(known).parameters
+    if section.fused and not can:
+        raise UserError(
+            f"optimizer.fused: torch has no fused '{section.name}', but fused adam, adamw and sgd; set "
+            "optimizer.fused=false or another optimizer.name"
+        )
+    return section.fused if section.fused is not None else can and device.type in ("cuda", "xpu")
 
 
 def run_inner_attack(

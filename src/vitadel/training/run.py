@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from timm.optim import create_optimizer_v2
 from torch import nn
 
 from vitadel.attacks.parse import make
@@ -35,16 +34,19 @@ from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.training.data_stream import DataStream, make_augment, make_plain, seed_everything
 from vitadel.training.held_out import HeldOut
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
-from vitadel.training.loop import train
+from vitadel.training.loop import make_optimizer, train
 from vitadel.training.metrics import Metrics, end_tracking, open_progress_table, start_tracking
 from vitadel.training.recipes.build import Recipe, build_recipe
 from vitadel.training.recipes.check import check_micro_batches
 from vitadel.training.recipes.compose import IDLE, compose, deciding, dotted
-from vitadel.training.recipes.training_sections import DataSection, OptimizerSection
+from vitadel.training.recipes.training_sections import DataSection
 from vitadel.training.recipes.yaml_files import recipe_text, translate_settings
 from vitadel.training.starting_model import StartingModel, check_answer, contradictions, starting_model
 from vitadel.training.training_state import TrainingState, describe_statistics
 from vitadel.types import Attack, Source
+
+if TYPE_CHECKING:
+    from vitadel.training.sharding import Sharded
 
 _TRIED = 32  # images that are read before a training
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -89,7 +91,7 @@ def open_training(
     recipe: Recipe, processes: Processes, data_root: str | Path | None = None, model: Classifier | None = None
 ) -> TrainingSetup:
     """Open the data and build the model, with weights drawn from the recipe's seed, unless it is given."""
-    _check_precision(recipe.train.amp_dtype, processes.device)
+    recipe = _with_precision(recipe, processes)
     section = recipe.data
     root = section.root if data_root is None else data_root
     source = open_dataset(section.train, root=root)
@@ -165,11 +167,22 @@ def open_training(
     return setup
 
 
-def _check_precision(amp_dtype: str, device: torch.device) -> None:
-    if amp_dtype == "fp16" and device.type == "cpu":
-        raise UserError("train.amp_dtype fp16 needs a GPU; use bf16 or fp32 on a CPU")
-    if amp_dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+def _with_precision(recipe: Recipe, processes: Processes) -> Recipe:
+    """The recipe with a precision that the device has, also in its document: a resumed run must have the same."""
+    kind, amp_dtype = processes.device.type, recipe.train.amp_dtype
+    has_bf16 = kind == "cpu" or (kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+    has_bf16 |= kind == "xpu" and torch.xpu.is_bf16_supported()
+    if amp_dtype == "fp16" and kind not in ("cuda", "xpu"):
+        raise UserError(f"train.amp_dtype fp16 needs a GPU with it; use bf16 or fp32 on a CPU, got device {kind}")
+    if amp_dtype == "bf16" and not has_bf16:
         raise UserError("train.amp_dtype bf16: this GPU has no bf16, which came with Ampere (A100); use fp16 or fp32")
+    if amp_dtype != "auto":
+        return recipe
+    chosen: Literal["fp32", "bf16"] = "bf16" if has_bf16 and kind != "cpu" else "fp32"
+    if processes.is_main and chosen == "bf16":
+        sys.stderr.write("train.amp_dtype: bf16, which this GPU has; for full precision, set train.amp_dtype=fp32\n")
+    document = {**recipe.document, "train": {**recipe.document["train"], "amp_dtype": chosen}}
+    return replace(recipe, train=replace(recipe.train, amp_dtype=chosen), document=document)
 
 
 def _show_doubts(name: str, assumptions: Mapping[str, str], warnings: Sequence[str]) -> None:
@@ -230,6 +243,7 @@ def run_harden(
 ) -> Outcome:
     """Train in a run folder, then audit. A `model` is used as it is."""
     setup = open_training(recipe, processes, data_root, model)
+    recipe = setup.recipe
     # Before there is a folder: not every model takes every adapter, nor every machine every optimizer.
     adapted = _adapted(setup, processes)
     make_optimizer(recipe.optimizer, adapted)
@@ -282,17 +296,39 @@ def _adapted(setup: TrainingSetup, processes: Processes) -> nn.Module:
             plugin.prepare(setup.model)
     adapted = setup.recipe.adapter.attach(setup.model.to(processes.device)).to(processes.device)
     train = setup.recipe.train
-    if train.channels_last or train.checkpointing:
+    if train.channels_last or train.checkpointing or train.compile:
         from vitadel.training.memory_switches import apply_switches
 
         apply_switches(setup.recipe, adapted)
+    if train.fsdp:
+        from vitadel.training.sharding import check_sharding
+
+        check_sharding(setup.recipe, adapted, processes)
     return adapted
+
+
+def _sharded(model: nn.Module, recipe: Recipe, processes: Processes) -> Sharded | None:
+    if not recipe.train.fsdp:
+        return None
+    from vitadel.training.sharding import Sharded
+
+    return Sharded.divide(model, processes)
+
+
+def _compiled(setup: TrainingSetup, model: nn.Module, device: torch.device) -> str:
+    """Compile the model if the recipe says so; what to tell the user."""
+    if not setup.recipe.train.compile:
+        return ""
+    from vitadel.training.memory_switches import compile_in_place
+
+    return compile_in_place(model, torch.full((2, 3, *setup.stream.preprocess.shape), 0.5, device=device))
 
 
 def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool) -> TrainingState:
     recipe, processes, folder = setup.recipe, run.processes, run.path
     attack = recipe.objective.attack
     accelerator = _accelerator(recipe, processes, folder)
+    sharded = _sharded(model, recipe, processes)  # before the optimizer, which has a share of the weights then
     optimizer = make_optimizer(recipe.optimizer, model)
     epochs, unit = recipe.epochs, pixels_per_unit(attack)
     steps = setup.stream.steps_per_epoch * epochs
@@ -302,6 +338,7 @@ def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool)
         classes = len(setup.stream.source.classes)
         metrics = Metrics(folder / "metrics.jsonl" if processes.is_main else None)
         state = TrainingState(recipe, model, classes, setup.stream, setup.held_out, processes, folder, table, metrics)
+        state.sharded = sharded
         if eps := attack and settings_of(attack).get("effective_eps"):
             state.report(f"attack in training: eps {eps}")
         if isinstance(recipe.adapter, WarnsAtStart) and (note := recipe.adapter.start_warning()):
@@ -313,6 +350,8 @@ def _train(setup: TrainingSetup, model: nn.Module, run: EngineRun, resume: bool)
                 state.report(f"plugins.{name}: {note}")
         if setup.fresh_head:
             state.report(f"the head of {recipe.model.name} is new, for the {state.num_classes} classes of data.train")
+        if note := _compiled(setup, model, processes.device):
+            state.report(f"train.compile: {note}")
         if note := describe_statistics(model, processes, recipe.train.attack_mode):
             state.report(note)
         with fastest_attention(model, processes.device, PRECISIONS[recipe.train.amp_dtype]), _matrix_products(recipe):
@@ -348,23 +387,6 @@ def _validation_share(setup: TrainingSetup, attack: Attack | None, epochs: int) 
     one_validation = len(setup.held_out.rows) * (1 + 0.5 * forwards(judged))
     one_epoch = setup.stream.steps_per_epoch * recipe.train.batch_size * (4 + forwards(attack))
     return one_validation * -(-epochs // recipe.validation.every) / (one_epoch * epochs)
-
-
-def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
-    """timm's optimizer, which knows what not to decay, of unfrozen parameters; the loop sets its rate each step."""
-    options: dict[str, Any] = {"eps": section.eps, "betas": section.betas, "layer_decay": section.layer_decay}
-    try:
-        optimizer: torch.optim.Optimizer = create_optimizer_v2(
-            model.backbone if isinstance(model, Classifier) else model,  # timm knows its parameter names
-            opt=section.name,
-            lr=section.lr,
-            weight_decay=section.weight_decay,
-            momentum=section.momentum,
-            **{key: value for key, value in options.items() if value is not None},
-        )
-    except (ValueError, AssertionError, TypeError) as error:
-        raise UserError(f"optimizer '{section.name}' cannot be built with these settings: {error}") from error
-    return optimizer
 
 
 def _accelerator(recipe: Recipe, processes: Processes, folder: Path) -> Accelerator:

@@ -1,4 +1,4 @@
-"""What a training will cost before it runs: its parts timed on a few images, on this machine."""
+"""What a training will cost before it runs: its parts timed on a few images, on this machine, and its memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import Processes
 from vitadel.training.interfaces import HasOwnMetric
-from vitadel.training.loop import run_inner_attack
+from vitadel.training.loop import make_optimizer, run_inner_attack
 from vitadel.training.recipes.build import Recipe
-from vitadel.training.run import TrainingSetup, make_optimizer
+from vitadel.training.run import TrainingSetup
+from vitadel.training.training_memory import plan_memory
 
 _IMAGES = 32
 _ROBUST = 0.5
@@ -48,7 +49,7 @@ def plan_training(
     def in_half(kind: torch.dtype | None) -> AbstractContextManager[object]:
         return nullcontext() if kind is None else torch.autocast(device.type, kind)
 
-    def learn() -> Tensor:
+    def learn(x: Tensor = x, y: Tensor = y) -> Tensor:
         with in_half(half):
             loss = recipe.objective(model.train(), x, x, y)["loss"]
         loss.backward()
@@ -57,17 +58,23 @@ def plan_training(
     def measured(work: Callable[[], Tensor]) -> float:
         return seconds_of(work, device) / len(y)
 
-    def attack_once() -> Tensor:
+    def attack_once(x: Tensor = x, y: Tensor = y) -> Tensor:
         assert at_work is not None
         with in_half(half if half == torch.bfloat16 else None):  # fp16 is for the loss only, as in the loop
             return run_inner_attack(at_work, shown, x, y, mode=recipe.train.attack_mode)
+
+    def parts_of_step(x: Tensor, y: Tensor) -> list[Callable[[], object]]:
+        return [lambda: learn(x, y), *([] if at_work is None else [lambda: attack_once(x, y)])]
 
     attack = recipe.objective.attack
     at_work = None if attack is None else training_form(attack)
     with fastest_attention(model, device, half):
         report("loss and gradients")
         learning = measured(learn)
-        updating = seconds_of(_update(recipe, model), device)
+        optimizer = _idle_optimizer(recipe, model)
+        updating = seconds_of(lambda: _step(optimizer), device)
+        report("memory")
+        memory = plan_memory(recipe, model, optimizer, parts_of_step, (x, y), processes.count)
         model.zero_grad(set_to_none=True)
         report("attacks")
         attacking = 0.0 if at_work is None else measured(attack_once)
@@ -104,6 +111,7 @@ def plan_training(
         "plugins_not_timed": [name for name, _ in recipe.plugins],
         **_machine(processes),
         "rows": rows,
+        "memory": memory,
         "seconds_likely": sum(row["likely_seconds"] for row in rows),
         "seconds": sum(row["seconds"] for row in rows),
     }
@@ -139,15 +147,15 @@ def _row(name: str, images: float, each: float) -> dict[str, Any]:
     return {"name": name, "images": images, "likely_seconds": robust * images * each, "seconds": images * each}
 
 
-def _update(recipe: Recipe, model: nn.Module) -> Callable[[], Tensor]:
-    """A step of the optimizer at a rate of 0: nearly all leave the weights where they are."""
+def _idle_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer at a rate of 0, at which nearly all leave the weights where they are."""
     optimizer = make_optimizer(recipe.optimizer, model)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    some = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    return optimizer
 
-    def step() -> Tensor:
-        optimizer.step()
-        return some
 
-    return step
+def _step(optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.step()
+    some: Tensor = optimizer.param_groups[0]["params"][0]
+    return some

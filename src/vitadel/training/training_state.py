@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -31,6 +31,9 @@ from vitadel.training.recipes.build import Recipe
 from vitadel.training.recipes.compose import IDLE, deciding
 from vitadel.training.recipes.yaml_files import translate_settings
 from vitadel.types import Source, Threat
+
+if TYPE_CHECKING:
+    from vitadel.training.sharding import Sharded
 
 TIME = "time.json"
 """How many hours a training took up to its last checkpoint, validations included, summed over its devices."""
@@ -62,6 +65,11 @@ class TrainingState:
     logged: dict[str, float] = field(default_factory=dict)
     hours: float = 0.0  # that its checkpoint took; what was done again after a kill counts once
     started: float = field(default_factory=time.monotonic)
+    sharded: Sharded | None = None  # with train.fsdp
+
+    def plain_model(self) -> nn.Module:
+        """The model with all its weights, to write files from; all processes must call this."""
+        return self.model if self.sharded is None else self.sharded.plain_model()
 
     @cached_property
     def images(self) -> str:
@@ -160,6 +168,8 @@ def find_checkpoint(state: TrainingState) -> dict[str, Any] | None:
 
 def save_checkpoint(state: TrainingState, optimizer: Any, accelerator: Accelerator) -> None:
     statistics = gather_statistics(state.model, state.processes)
+    model, sharded = state.plain_model(), state.sharded
+    optimizer_state = optimizer.state_dict() if sharded is None else sharded.optimizer_state(optimizer)
     state.metrics.save(state.step)
     if state.processes.is_main:
         best = state.best
@@ -171,8 +181,8 @@ def save_checkpoint(state: TrainingState, optimizer: Any, accelerator: Accelerat
             "hours": state.hours,
             "recipe": deciding(state.recipe.document),
             "images": state.images,
-            "model": state.recipe.adapter.state(state.model),
-            "optimiser": optimizer.state_dict(),  # the spelling of existing checkpoints
+            "model": state.recipe.adapter.state(model),
+            "optimiser": optimizer_state,  # the spelling of existing checkpoints
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else {},
             "plugins": {name: plugin.state() for name, plugin in state.recipe.plugins if isinstance(plugin, Stateful)},
             "statistics": statistics,
@@ -187,9 +197,12 @@ def save_checkpoint(state: TrainingState, optimizer: Any, accelerator: Accelerat
 
 
 def restore(state: TrainingState, optimizer: Any, accelerator: Accelerator, checkpoint: Mapping[str, Any]) -> None:
-    state.recipe.adapter.load_state(state.model, checkpoint["model"])
+    if state.sharded is None:
+        state.recipe.adapter.load_state(state.model, checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimiser"])
+    else:
+        state.sharded.load(checkpoint["model"], optimizer, checkpoint["optimiser"])
     restore_statistics(state.model, state.processes, checkpoint["statistics"])
-    optimizer.load_state_dict(checkpoint["optimiser"])
     if accelerator.scaler is not None and checkpoint["scaler"]:
         accelerator.scaler.load_state_dict(checkpoint["scaler"])
     for name, plugin in state.recipe.plugins:

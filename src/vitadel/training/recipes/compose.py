@@ -23,6 +23,7 @@ from vitadel.training.recipes.yaml_files import (
     read_text,
     read_yaml,
     translate,
+    without_full_precision,
 )
 
 __all__ = [
@@ -157,7 +158,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Document:
 
 def deciding(document: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide the result, as {dotted key: value}: everything but the texts."""
-    return dotted({key: value for key, value in document.items() if key not in TEXTS})
+    return without_full_precision(dotted({key: value for key, value in document.items() if key not in TEXTS}))
 
 
 def dotted(document: Mapping[str, Any], path: str = "") -> dict[str, Any]:

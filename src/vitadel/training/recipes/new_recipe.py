@@ -180,7 +180,7 @@ train:
   epochs: {sizes.epochs}
   batch_size: {sizes.batch}  # images per step
   grad_accum: 1  # 2 halves the memory of a step
-  amp_dtype: fp32  # bf16 is faster on GPUs and new CPUs
+  amp_dtype: auto  # bf16 on a GPU that has it, else fp32; bf16 is faster on new CPUs, too
   seed: 0
   checkpoint_every: 200  # steps; `--resume` continues from the last one
   tracker: none  # tensorboard writes curves for it

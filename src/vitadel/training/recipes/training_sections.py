@@ -171,7 +171,7 @@ class OptimizerSection:
     (`lr_scaling` 'linear') or with its square root ('sqrt'); without `lr_reference_batch` it is used as given.
     `schedule.warmup_lr` and `schedule.min_lr` are scaled with it. Biases, norms and what the model names (position
     embeddings, class token) are not decayed. `layer_decay` multiplies the rate once per layer below the head, for
-    fine-tuning.
+    fine-tuning. `fused` updates all weights in one kernel; by default where the device is a GPU and torch has one.
     """
 
     name: str = "adamw"
@@ -184,6 +184,7 @@ class OptimizerSection:
     eps: float | None = None
     clip_grad_norm: float | None = None
     layer_decay: float | None = None
+    fused: bool | None = None
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -278,16 +279,18 @@ class TrainSection:
     """How long and in which batches to train.
 
     `batch_size` counts the images of one optimizer step over all processes; `grad_accum` splits it into that many
-    micro-batches. `amp_dtype` is the precision of the loss. `attack_mode`: attacks see the model in 'eval' mode, or in
-    'train' mode as in some papers. The whole state is saved every `checkpoint_every` optimizer steps. For GPUs: `tf32`
-    multiplies matrices in TF32, `channels_last` is the memory format of images and convolutions, `checkpointing`
-    computes the activations of blocks again in the backward pass instead of keeping them.
+    micro-batches. `amp_dtype` is the precision of the loss; 'auto' is bf16 on a GPU that has it, else fp32.
+    `attack_mode`: attacks see the model in 'eval' mode, or in 'train' mode as in some papers. The whole state is saved
+    every `checkpoint_every` optimizer steps. For GPUs: `tf32` multiplies matrices in TF32, `channels_last` is the
+    memory format of images and convolutions, `checkpointing` computes the activations of blocks again in the backward
+    pass instead of keeping them, `compile` compiles the model for steps and attacks by torch.compile, and `fsdp`
+    divides weights, gradients and the optimizer's state among the processes (FSDP2).
     """
 
     epochs: int
     batch_size: int = 128
     grad_accum: int = 1
-    amp_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    amp_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     attack_mode: Literal["eval", "train"] = "eval"
     seed: int = 0
     checkpoint_every: int = 200
@@ -295,6 +298,8 @@ class TrainSection:
     tf32: bool = False
     channels_last: bool = False
     checkpointing: bool = False
+    compile: bool = False
+    fsdp: bool = False
 
     def __post_init__(self) -> None:
         counts = dict.fromkeys(("epochs", "batch_size", "grad_accum", "checkpoint_every"), AT_LEAST_ONE)

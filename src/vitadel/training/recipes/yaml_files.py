@@ -244,7 +244,12 @@ def translate(layer: Mapping[str, Any], base: Mapping[str, Any], where: str) -> 
 
 def translate_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with dotted keys, as a run folder or checkpoint of an earlier version recorded them, with new names."""
-    return _translated(settings, _objective(settings), "the recorded recipe", {})
+    return without_full_precision(_translated(settings, _objective(settings), "the recorded recipe", {}))
+
+
+def without_full_precision(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that are compared: fp32 is not among them, as runs of earlier versions did not record it."""
+    return {key: value for key, value in settings.items() if (key, value) != ("train.amp_dtype", "fp32")}
 
 
 def _translated(
