@@ -30,6 +30,7 @@ from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_toke
 from vitadel.attacks.parse import make
 from vitadel.cli.study import STUDIES
 from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
+from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.run import run_corruptions
@@ -240,6 +241,28 @@ def test_runs(name, tmp_path):
         assert all(torch.allclose(here[key], there[key], rtol=0, atol=rounding) for key in here)
         assert kept_record(one) == kept_record(other)  # with the factors
         assert name != SEARCHED or kept_record(one)["attention_factors"] != [1.0, 1.0]
+
+
+WITHOUT_FLOAT64 = ["audit", "corruptions", "objective adversarial", "objective trades", "plug-in weight_average"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITHOUT_FLOAT64)
+def test_runs_on_a_device_without_float64(name, tmp_path):
+    """The model computes there, and distances are measured on the CPU: the same results."""
+    expected = RUNS[name](Processes(0, 1, CPU), tmp_path / "cpu").results
+    with DeviceDouble("mps", floats=32) as double:
+        found = RUNS[name](Processes(0, 1, CPU, double.device), tmp_path / "device").results
+    assert list(differences(found, expected)) == []
+    assert double.copies
+
+
+def test_what_looks_inside_a_model_on_a_device_without_float64_is_refused():
+    with DeviceDouble("mps", floats=32) as double:
+        model = Processes(0, 1, CPU, double.device).place(model_for("patch-fool-2"))
+        x, y = images_for("patch-fool-2", "", 2), torch.tensor([0, 1])
+        with pytest.raises(UserError, match=r"looks inside the model.*--device cpu"):
+            make("patch-fool-2", eps=8 / 255)(model, x, y, SampleRNG.of_samples(0, range(2)))
 
 
 def test_all_components_of_recipes_are_met():

@@ -59,10 +59,19 @@ def test_processes_that_did_not_join_are_an_error(monkeypatch):
         check_all_joined(1, "cuda")
 
 
-def test_a_device_without_float64_is_not_chosen_and_refused(monkeypatch):
+def test_a_model_computes_alone_on_a_device_without_float64(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with DeviceDouble("mps", floats=32) as double:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: double.device)
-        assert join_processes("auto").device == torch.device("cpu")
-        with pytest.raises(UserError, match=r"has no float64.*--device cpu"):
-            join_processes("mps:0")
+        assert join_processes("auto") == Processes(0, 1, torch.device("cpu"))
+        joined = join_processes("mps:0")
+        assert joined == Processes(0, 1, torch.device("cpu"), double.device)
+        model = joined.place(joined.place(torch.nn.Linear(3, 2)))  # twice does no harm
+        x = torch.rand(4, 3, requires_grad=True)
+        logits = model(x)
+        assert (model.weight.device, logits.device) == (double.device, torch.device("cpu"))
+        (grad,) = torch.autograd.grad(logits.sum(), x)
+        assert torch.allclose(grad, model.weight.cpu().sum(0).expand(4, 3))
+        assert double.copies[2:] == [x.nbytes, logits.nbytes]  # inputs, and gradients of outputs; before, two weights
+        with pytest.raises(TypeError, match=r"no torch\.float64"):
+            model.weight.double()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vitadel.backbones.anatomy import backbone_of, blocks_of
 from vitadel.backbones.attention_hooks import AttentionHook, not_reached
 from vitadel.errors import UserError
+from vitadel.runtime.distributed import computes_alone
 
 __all__ = ["AttentionHook", "Edge", "Record", "block_features", "count_macs", "frozen", "hooked", "token_sequence"]
 
@@ -62,6 +63,11 @@ def hooked(model: nn.Module, sites: Sequence[Edge | AttentionHook]) -> Iterator[
 
     Raises `UserError` if `model` (the module that the user calls) has run inside the block without reaching a site.
     """
+    if any(computes_alone(site.module if isinstance(site, Edge) else site.attention.module) for site in sites):
+        raise UserError(
+            "this looks inside the model, which computes on a device without float64, apart from everything else; use "
+            "--device cpu"
+        )
     silent = dict(enumerate(site.name for site in sites))
     runs: list[nn.Module] = []
     with ExitStack() as undo:

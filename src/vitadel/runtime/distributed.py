@@ -10,21 +10,44 @@ from typing import Any, TypeVar, cast
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, reduce
+from torch import nn
 
 from vitadel.errors import UserError
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=nn.Module)
+
+_ALONE = "_vitadel_computes_alone"
 
 
 @dataclass(frozen=True)
 class Processes:
+    """This process and how many there are; `device` is where it computes.
+
+    A model whose device has no float64 (Apple's MPS) computes alone there, on `model_device`. Attacks and verdicts,
+    which measure distances in float64, are then on the CPU.
+    """
+
     rank: int
     count: int
     device: torch.device
+    model_device: torch.device | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def place(self, model: Model) -> Model:
+        """The model on its device; on one without float64 it takes inputs from the CPU and returns outputs there."""
+        if self.model_device is None:
+            return model.to(self.device)
+        model.to(self.model_device)
+        if not computes_alone(model):
+            model.register_forward_pre_hook(_bring, prepend=True)
+            model.register_forward_hook(_take_back)
+            for module in model.modules():
+                setattr(module, _ALONE, True)
+        return model
 
     def wait(self) -> None:
         """Wait until all processes have reached this point."""
@@ -66,6 +89,20 @@ class Processes:
         return cast(T, answer)
 
 
+def computes_alone(module: nn.Module) -> bool:
+    """Whether the module is, or is inside, a model that computes on another device than what uses it."""
+    return bool(getattr(module, _ALONE, False))
+
+
+def _bring(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    here = next((each.device for each in module.parameters()), torch.device("cpu"))
+    return tuple(each.to(here) if isinstance(each, torch.Tensor) else each for each in inputs)
+
+
+def _take_back(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    return output.cpu() if isinstance(output, torch.Tensor) else output
+
+
 def join_processes(device: str = "auto") -> Processes:
     """The device, and the other processes if a launcher started several; all of them must have joined."""
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -81,14 +118,10 @@ def join_processes(device: str = "auto") -> Processes:
             torch.zeros(1, device=wanted).item()
         except (RuntimeError, TypeError, AssertionError):
             raise UserError(f"device {device!r} cannot be used here; use auto, cpu, cuda or cuda:1") from None
-        if not _has_float64(wanted):
-            raise UserError(
-                f"device {device!r} has no float64, in which perturbations are measured against their budget; use "
-                "--device cpu"
-            )
-        state = PartialState(cpu=wanted.type == "cpu", **_after_restart())
-        place = wanted if state.num_processes == 1 else state.device
-        joined = Processes(state.process_index, state.num_processes, place)
+        alone = None if _has_float64(wanted) else wanted
+        state = PartialState(cpu=wanted.type == "cpu" or alone is not None, **_after_restart())
+        place = wanted if state.num_processes == 1 and alone is None else state.device
+        joined = Processes(state.process_index, state.num_processes, place, alone)
     check_all_joined(joined.count, device)
     return joined
 
@@ -101,8 +134,11 @@ def _after_restart() -> dict[str, Any]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or not torch.distributed.is_available() or torch.distributed.is_initialized():
         return {}
-    store, rank, count = next(torch.distributed.rendezvous("env://"))
-    return {"store": torch.distributed.PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": count}
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, count = next(rendezvous("env://"))
+    return {"store": PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": count}
 
 
 def _has_float64(device: torch.device) -> bool:

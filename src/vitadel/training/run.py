@@ -169,7 +169,7 @@ def open_training(
 
 def _with_precision(recipe: Recipe, processes: Processes) -> Recipe:
     """The recipe with a precision that the device has, also in its document: a resumed run must have the same."""
-    kind, amp_dtype = processes.device.type, recipe.train.amp_dtype
+    kind, amp_dtype = (processes.model_device or processes.device).type, recipe.train.amp_dtype
     has_bf16 = kind == "cpu" or (kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
     has_bf16 |= kind == "xpu" and torch.xpu.is_bf16_supported()
     if amp_dtype == "fp16" and kind not in ("cuda", "xpu"):
@@ -294,7 +294,8 @@ def _adapted(setup: TrainingSetup, processes: Processes) -> nn.Module:
     for _, plugin in setup.recipe.plugins:
         if isinstance(plugin, PreparesModel):
             plugin.prepare(setup.model)
-    adapted = setup.recipe.adapter.attach(setup.model.to(processes.device)).to(processes.device)
+    home = processes.model_device or processes.device
+    adapted = processes.place(setup.recipe.adapter.attach(setup.model.to(home)))
     train = setup.recipe.train
     if train.channels_last or train.checkpointing or train.compile:
         from vitadel.training.memory_switches import apply_switches

@@ -37,7 +37,7 @@ def plan_training(
     `report` receives the name of each part before it is timed.
     """
     recipe, device = setup.recipe, processes.device
-    model = recipe.adapter.attach(setup.model.to(device)).to(device)
+    model = processes.place(recipe.adapter.attach(setup.model.to(processes.model_device or device)))
     shown = recipe.adapter.shown(model)
     report("reading and augmentation")
     start = time.perf_counter()

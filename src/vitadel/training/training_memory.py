@@ -171,9 +171,9 @@ class _LiveBytes(TorchDispatchMode):
     """Bytes of the memory that operations inside the block return and that is still in use; views count once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self.seen: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self.seen = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in tree_leaves((args, kwargs)):  # what was there before the block

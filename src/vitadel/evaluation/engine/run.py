@@ -147,7 +147,7 @@ class Run:
     def context(self, target: Target, request: RunRequest, **more: Any) -> RunContext:
         """The target's model, on the device, with its data and a cache for finished batches; `more` are fields."""
         return RunContext(
-            model=target.model.to(self.processes.device),
+            model=self.processes.place(target.model),
             source=target.source,
             preprocess=target.preprocess,
             cache=self.memory if self.folder is None else FolderCache(self.folder, self.folder.shards()),
