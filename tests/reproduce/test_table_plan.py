@@ -9,10 +9,12 @@ import pytest
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.protocols import RVT
 from vitadel.papers.paper_documents import PAPERS, find_item, read_paper
-from vitadel.reproduce.dry_run import DryRun, _classes
+from vitadel.reproduce.dry_run import DryRun, count_classes
+from vitadel.reproduce.gpu_hours import A100, training_hours
 from vitadel.reproduce.jobs import TableRequest, table_jobs
 from vitadel.reproduce.table_plan import plan_table, plan_text, summaries
-from vitadel.training.recipes.compose import compose
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.compose import compose, rows
 
 TABLES = [f"{paper}/{item.id}" for paper in PAPERS for item in read_paper(paper).items]
 # What cannot be run yet, exactly: (table, row or column). Rows of others' models need their weights.
@@ -108,7 +110,34 @@ def test_what_cannot_be_built_is_found_in_the_plan(table, changed, said):
     ],
 )
 def test_heads_have_as_many_classes_as_the_data(spec, classes):
-    assert _classes(spec) == classes
+    assert count_classes(spec) == classes
+
+
+def test_hours_are_passes_times_the_cost_of_a_pass():
+    """Ten steps of PGD and an update are 34 forward passes of an image; AAS trains 110 epochs on CIFAR-10."""
+    recipe = build_recipe(compose("aas/table5", rows("aas/table5")[0], {"objective.attack": "pgd-10"}), "table 5")
+    images = 50_000 - recipe.data.held_out
+    gradients, forwards = recipe.objective.attack.passes()
+    assert gradients == 10
+    expected = images * recipe.epochs * (4 + 30 + forwards) * 5e9 / A100 / 3600
+    assert training_hours(recipe, 5 * 10**9, 10) == pytest.approx(expected)
+    assert training_hours(recipe, None, 10) is None
+    tenth = replace(recipe, data=replace(recipe.data, train="imagenet:data/imagenet(classes=100,seed=0)@train"))
+    ratio = (128_116.7 - recipe.data.held_out) / images
+    assert training_hours(tenth, 5 * 10**9, 100) == pytest.approx(ratio * expected)
+    unknown = replace(recipe, data=replace(recipe.data, train="folder:somewhere@train"))
+    assert training_hours(unknown, 5 * 10**9, 10) is None
+
+
+@pytest.mark.slow
+def test_the_least_hours_are_no_more_than_those_stated(dry_run):
+    """Both are estimates; what a paper's document states counts the same trainings, and attacks and audits beside."""
+    for table in ("tora/table1", "light-recipe/table4"):
+        plan = plan_table(table_jobs(TableRequest(table=table)), dry_run)
+        hours = [each["a100_hours"] for each in plan["trainings"]]
+        assert all(each is not None and each > 0 for each in hours)
+        assert sum(hours) <= find_item(table)[1].gpu_hours
+        assert "at least" in plan_text(plan)
 
 
 def test_an_attack_that_looks_inside_a_cnn_is_found_in_the_plan():

@@ -49,7 +49,10 @@ def decode(content: bytes) -> Image.Image:
         raise ValueError("the file is empty")
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return to_rgb(image)
+            if image.mode != "RGB":
+                return to_rgb(image)
+            image.load()
+            return image  # `convert` would copy it
     except UnidentifiedImageError:
         raise ValueError(f"not an image in a format that Pillow knows ({len(content)} bytes)") from None
 

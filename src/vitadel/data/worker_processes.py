@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from vitadel.errors import UserError
 
 Read = TypeVar("Read")
+Chunk = tuple[list[int], Tensor] | list[tuple[int, Tensor | Exception]]
+"""Indices with one tensor of all images, or each index with its image or the reason why there is none."""
 
 _MOST = 16  # workers of an audit; more than one model keeps busy
 _IS_DEAD = "DataLoader worker (pid"  # in torch's error; not in one that a living worker raised
@@ -44,12 +46,17 @@ class Places:
 
     def __init__(self, workers: int) -> None:
         self.table: Tensor = torch.full((max(1, workers), 2), -1, dtype=torch.int64).share_memory_()
+        self.process = 0
 
     def enter(self, sample: int) -> None:
         """Note that this process reads `sample` now; nothing outside of a worker process."""
         worker = get_worker_info()
-        if worker is not None:
-            self.table[worker.id] = torch.tensor([os.getpid(), sample])
+        if worker is None:
+            return
+        if not self.process:  # first in this worker
+            self.process = os.getpid()
+            self.table[worker.id, 0] = self.process
+        self.table[worker.id, 1] = sample
 
     def of(self, fault: Exception) -> list[int]:
         """The samples that the dead processes were at: those that torch's error names, or that have ended by now."""
@@ -90,10 +97,11 @@ class Places:
             ) from fault
 
 
-def read_in_processes(
-    reader: Reader, chunks: Iterable[Sequence[int]], workers: int
-) -> Generator[list[tuple[int, Tensor | Exception]], None, None]:
-    """What the reader reads for each chunk of indices, in order; the processes end with the generator."""
+def read_in_processes(reader: Reader, chunks: Iterable[Sequence[int]], workers: int) -> Generator[Chunk, None, None]:
+    """What the reader reads for each chunk of indices, in order; the processes end with the generator.
+
+    Images that are alike come as one tensor.
+    """
     dataset = _Chunked(reader, workers)
     loader: DataLoader[Any] = DataLoader(
         cast("Dataset[Any]", dataset),
@@ -103,6 +111,9 @@ def read_in_processes(
         prefetch_factor=2,
     )
     for part, pixels, faults in dataset.places.watch(loader, reader.name, "use fewer --workers"):
+        if not faults and isinstance(pixels, Tensor):
+            yield part, pixels
+            continue
         good = iter(pixels)
         yield [(index, faults[place] if place in faults else next(good)) for place, index in enumerate(part)]
 

@@ -22,6 +22,7 @@ from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.timm_models import is_timm_name
 from vitadel.errors import UserError
+from vitadel.instrument.hooks import count_macs
 from vitadel.reproduce.jobs import Job, TableJobs, Training
 from vitadel.training.interfaces import ChecksModel
 from vitadel.training.loop import make_optimizer
@@ -37,11 +38,15 @@ _SIDE = 32  # pixels, for models that take images of any size
 
 @dataclass(frozen=True)
 class Built:
-    """A model as it was built: all parameters, those that are trained, and why attacks cannot look inside it, if so."""
+    """A model as it was built: all parameters, those that are trained, and why attacks cannot look inside it, if so.
+
+    `macs` are multiply-adds of one image, None if torch's counter sees none.
+    """
 
     parameters: int
     trained: int
     unknown_family: str | None = None
+    macs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class DryRun:
                 adapter.check_start(cast(ToraParts, first).settings)
             adapter = replace(adapter, start=None, trade_off=None)  # phase 1 is not there yet: all parts are built
         section = replace(recipe.model, weights="random" if is_timm_name(recipe.model.name) else None)
-        classes = _classes(recipe.data.train)
+        classes = count_classes(recipe.data.train)
 
         def build() -> Built:
             with _without_numbers(section.name):
@@ -146,7 +151,8 @@ class _UnfilledTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _classes(spec: str) -> int:
+def count_classes(spec: str) -> int:
+    """The classes of a data set by its spec, before it is opened."""
     chosen = re.search(r"classes=(\d+)", spec)
     if chosen or "classes=light-recipe" in spec:  # the thesis' own hundred classes
         return int(chosen[1]) if chosen else 100
@@ -164,7 +170,7 @@ def _tried(model: nn.Module, classifier: Classifier, classes: int | None) -> Bui
     if classes is not None and logits.shape != (1, classes):
         raise UserError(f"the model gives a tensor of shape {tuple(logits.shape)} for one image and {classes} classes")
     trained = sum(size for size, learns in sizes if learns)
-    return Built(sum(size for size, _ in sizes), trained, _why_unknown(classifier))
+    return Built(sum(size for size, _ in sizes), trained, _why_unknown(classifier), count_macs(model, side))
 
 
 def _why_unknown(classifier: Classifier) -> str | None:

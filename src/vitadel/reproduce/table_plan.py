@@ -36,14 +36,16 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
 
     A `dry_run` that is given saves models which several tables share.
     """
-    from vitadel.reproduce.dry_run import DryRun
+    from vitadel.reproduce.dry_run import DryRun, count_classes
     from vitadel.reproduce.evaluations import check_evaluation
+    from vitadel.reproduce.gpu_hours import training_hours
     from vitadel.training.recipes.build import build_recipe
 
     built = (dry_run or DryRun()).build_models(table)
     trainings = []
     for training in table.trainings():
         recipe = build_recipe(compose(training.recipe, training.row, training.overrides), training.name)
+        made = built[training.name]
         trainings.append(
             {
                 "training": training.name,
@@ -53,8 +55,9 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
                 "after": [each.name for each in training.earlier],
                 "epochs": recipe.epochs,
                 "model": recipe.model.name,
-                "parameters": built[training.name].parameters,
-                "trained": built[training.name].trained,
+                "parameters": made.parameters,
+                "trained": made.trained,
+                "a100_hours": training_hours(recipe, made.macs, count_classes(recipe.data.train)),
             }
         )
     evaluations: dict[str, dict[str, Any]] = {}
@@ -152,7 +155,10 @@ def plan_text(plan: dict[str, Any]) -> str:
         after = f", after {', '.join(each['after'])}" if each["after"] else ""
         size = f"{each['parameters'] / 1e6:.3g} M parameters"
         part = f", {each['trained'] / 1e6:.3g} M trained" if each["trained"] < each["parameters"] else ""
-        lines.append(f"  {each['training']}: {each['model']}, {size}{part}, {each['epochs']} epochs{after}")
+        hours = "" if each["a100_hours"] is None else f", at least {each['a100_hours']:.2g} h"
+        lines.append(f"  {each['training']}: {each['model']}, {size}{part}, {each['epochs']} epochs{hours}{after}")
+    if any(each["a100_hours"] is not None for each in plan["trainings"]):
+        lines.append("  hours: of one A100 in half precision, by passes and a published rate; see the cost below")
     if plan["models"]:
         lines.append(f"\n{len(plan['models'])} rows with models that others have trained")
     for each in plan["models"]:

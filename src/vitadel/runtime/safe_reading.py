@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import struct
 import zipfile
@@ -29,10 +30,10 @@ ARRAY_ERRORS = (
 """What numpy raises on damaged npz files: headers that lie about sizes, other compressions, encryption."""
 
 
-def check_regular_file(path: Path, what: str, at_most: int | None = None) -> None:
+def check_regular_file(path: Path | str, what: str, at_most: int | None = None) -> None:
     """Refuse what would block or never end (pipes, devices, sockets), and files larger than `at_most` bytes."""
     try:
-        found = path.stat()
+        found = os.stat(path)
     except (OSError, ValueError) as error:
         missing = isinstance(error, FileNotFoundError)
         reason = "does not exist" if missing else f"cannot be read: {getattr(error, 'strerror', None) or error}"
