@@ -96,7 +96,7 @@ def test_all_faults_are_reported_at_once_unknown_then_missing_then_wrong():
         r"about: should be a text, got 3",
         r"optimizer.lr: should be a valid number, .*got 'fast'",
         r"train.batch_size: should be a valid integer.*got 2.5",
-        r"train.amp_dtype: should be 'fp32', 'bf16' or 'fp16', got 'fp8'",
+        r"train.amp_dtype: should be 'auto', 'fp32', 'bf16' or 'fp16', got 'fp8'",
         r"plugins: there is no plug-in 'aw'.*did you mean awp",
         r"data.train: unknown data 'shaps@train'.*did you mean shapes",
         r"optimizer.name: timm has no optimizer 'adamww'",

@@ -370,8 +370,8 @@ def _interrupt_flag() -> Iterator[Callable[[], bool]]:
 def make_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
     """timm's optimizer, which knows what not to decay, of unfrozen parameters; the loop sets its rate each step."""
     options: dict[str, Any] = {"eps": section.eps, "betas": section.betas, "layer_decay": section.layer_decay}
-    options["fused"] = _fused(section, next(model.parameters()).device) or None
     try:
+        options["fused"] = _fused(section, next(model.parameters()).device) or None
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
             model.backbone if isinstance(model, Classifier) else model,  # timm knows its parameter names
             opt=section.name,

@@ -25,6 +25,7 @@ from vitadel.training.run import TrainingSetup
 from vitadel.training.training_memory import plan_memory
 
 _IMAGES = 32
+_SUMMED = {"seconds_likely": "likely_seconds", "seconds": "seconds"}
 _ROBUST = 0.5
 """Assumed share of images that withstand attacks on the trained model, and so cost the most: unknown before."""
 
@@ -46,11 +47,8 @@ def plan_training(
     x, y = part.x[:_IMAGES], part.y[:_IMAGES]
     half = PRECISIONS[recipe.train.amp_dtype]
 
-    def in_half(kind: torch.dtype | None) -> AbstractContextManager[object]:
-        return nullcontext() if kind is None else torch.autocast(device.type, kind)
-
     def learn(x: Tensor = x, y: Tensor = y) -> Tensor:
-        with in_half(half):
+        with _in_half(half, device):
             loss = recipe.objective(model.train(), x, x, y)["loss"]
         loss.backward()
         return loss
@@ -60,7 +58,7 @@ def plan_training(
 
     def attack_once(x: Tensor = x, y: Tensor = y) -> Tensor:
         assert at_work is not None
-        with in_half(half if half == torch.bfloat16 else None):  # fp16 is for the loss only, as in the loop
+        with _in_half(half if half == torch.bfloat16 else None, device):  # fp16 is for the loss only, as in the loop
             return run_inner_attack(at_work, shown, x, y, mode=recipe.train.attack_mode)
 
     def parts_of_step(x: Tensor, y: Tensor) -> list[Callable[[], object]]:
@@ -102,7 +100,6 @@ def plan_training(
         ("validation, at most", amounts.validated, validating()),
         ("audit at the end, at most", amounts.audited, times.forward + sum(map(at_most, recipe.audit.attacks))),
     ]
-    rows = [_row(*part) for part in parts]
     return {
         "epochs": amounts.epochs,
         "steps": amounts.steps,
@@ -110,10 +107,8 @@ def plan_training(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "plugins_not_timed": [name for name, _ in recipe.plugins],
         **_machine(processes),
-        "rows": rows,
+        **_sums(parts),
         "memory": memory,
-        "seconds_likely": sum(row["likely_seconds"] for row in rows),
-        "seconds": sum(row["seconds"] for row in rows),
     }
 
 
@@ -136,6 +131,16 @@ class _Amounts:
         test = 0 if setup.test is None else len(setup.test)
         audited = min(recipe.audit.limit or test, test) / count
         return cls(epochs, steps, steps * recipe.train.batch_size / count, validated, audited)
+
+
+def _in_half(kind: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    return nullcontext() if kind is None else torch.autocast(device.type, kind)
+
+
+def _sums(parts: list[tuple[str, float, float]]) -> dict[str, Any]:
+    rows = [_row(*part) for part in parts]
+    sums = {key: sum(row[name] for row in rows) for key, name in _SUMMED.items()}
+    return {"rows": rows, **sums}
 
 
 def _machine(processes: Processes) -> dict[str, Any]:
