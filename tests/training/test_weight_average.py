@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from training_toys import FakeTraining
 
+from device_double import DeviceDouble
 from vitadel.errors import UserError
 from vitadel.training.interfaces import AfterEpoch, AfterStep, ChangesEvaluation, Stateful
 from vitadel.training.plugins.weight_average import WeightAverage
@@ -121,3 +124,15 @@ def test_settings():
         WeightAverage(kind="swa")
     with pytest.raises(UserError, match="decay must be at least 0 and below 1, got 1"):
         WeightAverage(decay=1.0)
+
+
+def test_the_average_stays_on_the_device():
+    """An update copies nothing to or from the CPU and does not wait for the device."""
+    with DeviceDouble() as double:
+        average, run = WeightAverage(), SimpleNamespace(model=nn.Linear(3, 2).to(double.device), epoch=0)
+        average.after_step(run)
+        double.copies.clear()
+        double.waits.clear()
+        average.after_step(run)
+        assert (double.copies, sum(double.waits.values())) == ([], 0)
+        assert {each.device for name, each in average.state().items() if name != "count"} == {double.device}

@@ -478,7 +478,7 @@ def _audit(
     results = result_header(recipe.train.seed)
     if setup.test is not None and recipe.data.test is not None:
         root = recipe.data.root if data_root is None else data_root
-        model = recipe.adapter.deployed(run.path / "weights" / "best.safetensors", state.model)
+        model = recipe.adapter.deployed(run.path / "weights" / "best.safetensors", state.plain_model())
         target = Target(cast(Classifier, model), str(run.path), setup.test, recipe.data.test, root)
         results = run_audit(target, _request(recipe), run.processes, **run.inside("audit")).results
         run.copy_from("audit", "samples.parquet", "examples.npz")
