@@ -66,7 +66,7 @@ def _checkpoint_blocks(recipe: Recipe, model: nn.Module) -> None:
 
 
 def compile_in_place(model: nn.Module, x: Tensor) -> str:
-    """Compile the model's calls, for any batch size, and try it on `x`; what to tell the user.
+    """Compile the model's calls, for any batch size, and try it on `x`; a message for the user.
 
     The module stays what it is: its attributes, hooks and state are untouched. If the compiler fails here, so does the
     trial, and the model is left without.

@@ -317,7 +317,7 @@ def _sharded(model: nn.Module, recipe: Recipe, processes: Processes) -> Sharded 
 
 
 def _compiled(setup: TrainingSetup, model: nn.Module, device: torch.device) -> str:
-    """Compile the model if the recipe says so; what to tell the user."""
+    """Compile the model if the recipe says so; a message for the user."""
     if not setup.recipe.train.compile:
         return ""
     from vitadel.training.memory_switches import compile_in_place
