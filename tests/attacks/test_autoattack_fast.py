@@ -227,6 +227,21 @@ def test_steps_that_break_their_promise_are_a_sign(ratio, wild, escalates):
     assert ("apgd-t" in names) == escalates
 
 
+def test_wild_steps_of_samples_that_the_search_breaks_are_no_sign():
+    """They have few steps before they are broken: this honest model escalated for them."""
+    gains = torch.zeros(60, len(KINDS), len(SCALES), len(TERMS), dtype=torch.float64)
+    broken = torch.arange(60) < 40
+    gains[:, 1, 0, TERMS.index("steps")] = torch.where(broken, 2.0, 200.0)
+    gains[:, 1, 0, TERMS.index("wild")] = torch.where(broken, 1.0, 6.0)
+
+    def early(stage: Stage) -> Tensor:
+        return broken if stage.name == "search" else nothing(stage)
+
+    assert "apgd-t" not in [stage.name for stage in drive(AutoAttackFast(Linf(0.1)), early, 60, gains=gains)]
+    gains[~broken, 1, 0, TERMS.index("wild")] = 60.0
+    assert "apgd-t" in [stage.name for stage in drive(AutoAttackFast(Linf(0.1)), early, 60, gains=gains)]
+
+
 @pytest.mark.parametrize(
     ("kept", "one_hot", "escalates"),
     [

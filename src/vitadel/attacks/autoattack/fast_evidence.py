@@ -123,8 +123,11 @@ class FastEvidence:
 
     @cached_property
     def wild_steps(self) -> float:
-        """The median over samples of the share of wild steps among cornered ones; NaN if too few samples have any."""
-        return self._median("wild", "cornered")
+        """The median over robust samples of the share of wild steps among cornered ones; NaN if too few have any.
+
+        Samples that the search breaks early have one or two such steps, whose share says nothing.
+        """
+        return self._median("wild", "cornered", ~self._search.fooled)
 
     @cached_property
     def kept_from(self) -> dict[str, Tensor]:
@@ -253,8 +256,8 @@ class FastEvidence:
         info = self._search.info
         return info[name] if name in info else torch.zeros(len(self._search.samples))
 
-    def _median(self, term: str, kind: str) -> float:
+    def _median(self, term: str, kind: str, among: Tensor | slice = slice(None)) -> float:
         if GAINS not in self._search.info:
             return float("nan")
-        means = mean_over_steps(self._search.info[GAINS], term, kind)
+        means = mean_over_steps(self._search.info[GAINS][among], term, kind)
         return float(means.nanmedian()) if int((~means.isnan()).sum()) >= FEW else float("nan")
