@@ -94,7 +94,7 @@ def _plan_training(
     title = title_of(name, row)
     processes = join_processes(device)
     setup = open_training(build_recipe(compose(name, row, overrides), title), processes, data_root)
-    cost = plan_training(setup, processes, lambda part: typer.echo(f"plan: timing {part} ...", err=True))
+    cost = plan_training(setup, processes, lambda part: typer.echo(f"plan: measuring {part} ...", err=True))
     if as_json:
         typer.echo(json.dumps(cost, indent=2))
     else:

@@ -144,30 +144,21 @@ def show_training_plan(title: str, cost: dict[str, Any]) -> None:
 
 def _show_memory(console: Console, memory: Mapping[str, Any]) -> None:
     """The memory of a step on each device, and the largest micro-batch that fits."""
-    ways = {"as the recipe says": memory["as_set"], "train.checkpointing=true": memory["checkpointing"]}
-    sizes = [*memory["as_set"]["largest_batch_by_gb"]]
-    table = Table(
-        "",
-        title=f"memory per device: weights {_gb(memory['weights_bytes'])}, optimizer state "
-        f"{_gb(memory['optimizer_bytes'])}, and by micro-batch",
-        title_justify="left",
-    )
-    for heading in (
-        f"with {memory['as_set']['images']}",
-        "per image",
-        "largest here",
-        *(f"{size} GB" for size in sizes),
-    ):
-        table.add_column(heading, justify="right")
-    for name, way in ways.items():
-        if way is not None:
-            largest = (way["largest_batch"], *way["largest_batch_by_gb"].values())
-            table.add_row(name, _gb(way["peak_bytes"]), _gb(way["bytes_per_image"]), *(f"{n:,}" for n in largest))
+    ways = {"as set": memory["as_set"], "checkpointing": memory["checkpointing"]}
+    known = {name: way for name, way in ways.items() if way is not None}
+    title = f"memory per device: weights {_gb(memory['weights_bytes'])}, "
+    title += f"optimizer state {_gb(memory['optimizer_bytes'])}"
+    table = Table("", title=title, title_justify="left")
+    for name in known:
+        table.add_column(name, justify="right")
+    table.add_row(f"{memory['as_set']['images']} images", *(_gb(way["peak_bytes"]) for way in known.values()))
+    table.add_row("each image", *(_gb(way["bytes_per_image"]) for way in known.values()))
+    here = f"most images, {_gb(memory['device_bytes'])} (here)"
+    table.add_row(here, *(f"{way['largest_batch']:,}" for way in known.values()))
+    for size in memory["as_set"]["largest_batch_by_gb"]:
+        table.add_row(f"most images, {size} GB", *(f"{way['largest_batch_by_gb'][size]:,}" for way in known.values()))
     console.print(table)
-    console.print(
-        f"[dim]Largest: images of a micro-batch in 90 % of the memory, here {_gb(memory['device_bytes'])}; plug-ins "
-        "are not counted, except for averaged weights.[/]"
-    )
+    console.print("[dim]Images of a micro-batch, in 90 % of the memory. Of plug-ins only averaged weights count.[/]")
 
 
 def _gb(size: float) -> str:
