@@ -13,7 +13,7 @@ from PIL import Image
 from vitadel.data.batches import Preprocess
 from vitadel.errors import UserError
 from vitadel.training import data_stream
-from vitadel.training.data_stream import DataStream, make_augment, make_plain
+from vitadel.training.data_stream import DataStream, _Pool, make_augment, make_plain
 from vitadel.training.recipes.training_sections import Augmentation
 
 NOTHING = Augmentation()
@@ -207,3 +207,20 @@ def _seed_all(seed):
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@pytest.mark.parametrize("buffer", [1, 7, 20, 1000])
+def test_a_shuffle_buffer_reads_almost_in_order(buffer):
+    """Every row once, each epoch in its own order, and never rows from more than three blocks at a time."""
+    rows, pools = torch.arange(3, 103), [_Pool(torch.arange(3, 103), buffer) for _ in range(2)]
+    orders = [pools[0].take(100 * epoch, 100, 5, "order") for epoch in range(3)]
+    for order in orders:
+        assert torch.equal(order.sort().values, rows)
+        block = (order - 3) // min(buffer, 100)
+        for first in range(0, 100, max(1, buffer)):
+            assert len(block[first : first + buffer].unique()) <= 3
+    assert torch.equal(pools[1].take(150, 50, 5, "order"), orders[1][50:])  # without reading what came before
+    assert not torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], _Pool(rows, buffer).take(0, 100, 6, "order"))
+    if buffer > 1:
+        assert not torch.equal(orders[0], rows)

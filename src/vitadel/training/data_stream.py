@@ -160,9 +160,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Pool:
-    """Usable samples of a source, shuffled for every pass."""
+    """Usable samples of a source, shuffled for every pass; with a `buffer`, almost in the order of the source.
+
+    Blocks of `buffer` samples are then in random order, and a sample moves by less than `buffer` places from there.
+    What is read at any time lies in three blocks, so that files which are read in order need not be opened at random.
+    """
 
     rows: Tensor
+    buffer: int | None = None
     orders: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def take(self, first: int, count: int, seed: int, name: str) -> Tensor:
@@ -173,10 +178,21 @@ class _Pool:
         for turn in passes.unique().tolist():
             if turn not in self.orders:
                 self.orders.clear()
-                self.orders[turn] = SampleRNG.of_samples(seed, self.rows).stream(name, turn).bits().argsort(stable=True)
+                self.orders[turn] = self._order(seed, name, turn)
             here = passes == turn
             taken[here] = self.rows[self.orders[turn][places[here] % len(self.rows)]]
         return taken
+
+    def _order(self, seed: int, name: str, turn: int) -> Tensor:
+        """Positions of a pass in their order, a pure function of the seed and the number of the pass."""
+        rng = SampleRNG.of_samples(seed, self.rows).stream(name, turn)
+        if self.buffer is None:
+            return rng.bits().argsort(stable=True)
+        block = torch.arange(len(self.rows)) // self.buffer
+        blocks = SampleRNG.of_samples(seed, range(int(block[-1]) + 1)).stream(f"{name} of blocks", turn)
+        in_blocks = blocks.bits().argsort(stable=True).argsort()[block].argsort(stable=True)
+        place = torch.arange(len(self.rows)) + self.buffer * rng.uniform()[in_blocks].double()
+        return in_blocks[place.argsort(stable=True)]
 
 
 @dataclass(frozen=True)
@@ -186,7 +202,8 @@ class DataStream:
     An epoch is one pass over the first source, without the last incomplete batch. A share `extra_share` of each batch
     comes from the second source, if there is one. With `repeats` an epoch has that many versions of as many fewer
     images; with `plain` as well, every batch is seen that many times instead, first as `plain` makes its images. In the
-    first `easier_epochs` images of the first source are read from `easier`, under the same names.
+    first `easier_epochs` images of the first source are read from `easier`, under the same names. With a `buffer`
+    images are shuffled among about so many neighbors only.
     """
 
     source: Source
@@ -207,6 +224,7 @@ class DataStream:
     processes: int = 1
     workers: int = 0
     skip_bad: bool = False
+    buffer: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size % (self.parts * self.processes):
@@ -263,7 +281,8 @@ class DataStream:
 
     @cached_property
     def _pools(self) -> tuple[_Pool, _Pool]:
-        return _Pool(self.rows), _Pool(self.rows if self.extra_rows is None else self.extra_rows)
+        extra = self.rows if self.extra_rows is None else self.extra_rows
+        return _Pool(self.rows, self.buffer), _Pool(extra, self.buffer)
 
     def steps(self, first: int, last: int) -> Iterator[list[MicroBatch]]:
         """This process's micro-batches of steps `first` to `last - 1`; earlier images are not read."""

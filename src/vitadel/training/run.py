@@ -154,6 +154,7 @@ def open_training(
         processes=processes.count,
         workers=section.workers,
         skip_bad=section.skip_bad,
+        buffer=section.shuffle_buffer,
     )
     check_micro_batches(recipe.train, recipe.augmentation, processes.count)
     held_out = HeldOut(validation_source, held_out_rows, preprocess)

@@ -68,7 +68,9 @@ class DataSection:
     `limit` uses a class-balanced part of the training data. `extra` is a second source of training images, for example
     generated ones; a share `extra_share` of every batch comes from it, and an epoch is one pass over `train`. In the
     first `easier_epochs` images are read from `easier`, a variant of `train` with the same samples in the same order.
-    `skip_bad` trains on another image where one cannot be read, and counts and lists such images.
+    `skip_bad` trains on another image where one cannot be read, and counts and lists such images. `shuffle_buffer` is
+    for shards and parquet files that are read in order: images move by less than so many places in an epoch, and blocks
+    of so many are in random order; by default all images are shuffled.
     """
 
     train: str
@@ -83,6 +85,7 @@ class DataSection:
     root: str | None = None
     workers: int = 0
     skip_bad: bool = False
+    shuffle_buffer: int | None = None
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -92,6 +95,7 @@ class DataSection:
             limit=AT_LEAST_ONE,
             easier_epochs=NOT_NEGATIVE,
             workers=NOT_NEGATIVE,
+            shuffle_buffer=AT_LEAST_ONE,
         )
         if (self.easier is None) != (self.easier_epochs == 0):
             raise UserError(
