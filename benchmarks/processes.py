@@ -38,7 +38,7 @@ def audit(work: Work, processes: Any) -> None:
     from vitadel.evaluation.audit.audit import AuditRequest, run_audit
     from vitadel.evaluation.engine.target import open_target
 
-    request = AuditRequest(attacks=("pgd-20", "apgd-ce"), limit=work.images, batch_size=32)
+    request = AuditRequest(attacks=("pgd-20", "apgd-ce"), limit=work.images, batch_size=16)
     run_audit(open_target(MODEL, DATA), request, processes, out=work.out)
 
 
@@ -47,7 +47,7 @@ def corruptions(work: Work, processes: Any) -> None:
     from vitadel.evaluation.corruptions.run import run_corruptions
     from vitadel.evaluation.engine.target import open_target
 
-    request = CorruptionRequest(severities=(1, 3, 5), limit=work.images, batch_size=32)
+    request = CorruptionRequest(severities=(1, 3, 5), limit=work.images, batch_size=16)
     run_corruptions(open_target(MODEL, DATA), request, processes, out=work.out)
 
 
@@ -91,7 +91,7 @@ def one_process(work: Work, environment: dict[str, str], times: Any) -> None:
 
     torch.set_num_threads(1)
     processes = join_processes("cpu")
-    small = Work(work.part, 32, f"{work.out}-first")
+    small = Work(work.part, 16, f"{work.out}-first")
     PARTS[work.part](small, processes)  # imports, data and compilers are warm afterwards
     processes.wait()
     start = time.monotonic()
@@ -126,8 +126,8 @@ def seconds(part: str, images: int, count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--images", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--images", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--anyway", action="store_true", help="measure also where two cores are not free")
     settings = parser.parse_args()
     free = free_cores()
