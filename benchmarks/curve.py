@@ -28,9 +28,9 @@ from vitadel.data.sources.shapes import Shapes
 from vitadel.evaluation.engine.stages import count_passes
 
 OURS = {
-    "linf": ("fmn", "fab-t"),
-    "l2": ("ddn", "fmn", "superdeepfool"),
-    "l1": ("fmn", "fab-t"),
+    "linf": ("fmn", "bisect", "fab-t"),
+    "l2": ("ddn", "fmn", "bisect", "superdeepfool"),
+    "l1": ("fmn", "bisect", "fab-t"),
     "l0": ("fmn",),
 }
 PEERS = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from device_double import DeviceDouble
 from toys import images, trained_toy
 from vitadel.attacks import make
+from vitadel.attacks.bisection import Bisection
 from vitadel.attacks.ddn import DDN
 from vitadel.attacks.deepfool import DeepFool
 from vitadel.attacks.fmn import FMN
@@ -40,6 +41,7 @@ def linear(count: int = 8) -> tuple[LinearToy, Tensor, Tensor]:
 ATTACKS = {
     "ddn": (lambda ball: DDN(ball, 200, stop_when_fooled=False), (L2,), 1.03),
     "fmn": (lambda ball: FMN(ball, 200, stop_when_fooled=False), (Linf, L2, L1), 1.03),
+    "bisect": (lambda ball: Bisection(ball, 200, stop_when_fooled=False), (Linf, L2, L1), 1.01),
     "deepfool": (lambda ball: DeepFool(ball, stop_when_fooled=False), (Linf, L2, L1), 1.021),
     "superdeepfool": (lambda ball: DeepFool(ball, returns=True, line_steps=12, stop_when_fooled=False), (L2,), 1.005),
 }
@@ -87,7 +89,7 @@ def test_projections_with_a_radius_for_each_sample_are_those_of_the_threats(orde
         assert torch.allclose(ours[alone], kind(radius).project(z[alone], x[alone]), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ddn", "fmn", "deepfool", "superdeepfool"])
+@pytest.mark.parametrize("name", ["ddn", "fmn", "bisect", "deepfool", "superdeepfool"])
 def test_samples_fooled_inside_the_budget_cost_no_more(name: str):
     toy, x, y = linear()
     far = float((toy(x)[:, 1].detach().abs() / toy.weight.detach().norm()).max()) * 1.5
@@ -97,7 +99,7 @@ def test_samples_fooled_inside_the_budget_cost_no_more(name: str):
     assert cost.gradients < len(x) * gradients / 5
 
 
-@pytest.mark.parametrize("build", [DDN, FMN])
+@pytest.mark.parametrize("build", [DDN, FMN, Bisection])
 def test_a_step_waits_at_most_once(build: type):
     toy, x, y = linear()
 

@@ -85,6 +85,7 @@ OWN_GEOMETRY = (
     "fab-6",
     "ddn",
     "fmn",
+    "bisect",
     "superdeepfool",
     "square",
     "noise",
@@ -95,7 +96,7 @@ QUERYING = [each for each in EVERY_NAME if each.values[0] != "noise"]  # which n
 NOISE = ("noise", "patches-random")  # are noise themselves
 LUCK = (*NOISE, "square", "features", "patches-learned")  # follow no gradient of the label: may miss a dozen images
 DETERMINISTIC = ("fgsm", "mi-fgsm-6", "fab-6", "fab-t-6", "self-ensemble-6", "ddn-6", "fmn-6", "deepfool-6")
-DETERMINISTIC += ("superdeepfool-6",)  # all of which start at the clean image
+DETERMINISTIC += ("bisect-6", "superdeepfool-6")  # all of which start at the clean image
 CLASSES = 3
 COPIES = 12  # of a batch, at once, besides what the model itself needs
 

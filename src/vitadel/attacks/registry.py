@@ -16,6 +16,7 @@ from vitadel.attacks.apgd import apgd_ce, apgd_dlr, apgd_t
 from vitadel.attacks.attention_scaling.aas import aas, aas_paper, scale
 from vitadel.attacks.autoattack.fast import AutoAttackFast
 from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, autoattack_rand
+from vitadel.attacks.bisection import bisect
 from vitadel.attacks.ddn import ddn
 from vitadel.attacks.deepfool import deepfool, superdeepfool
 from vitadel.attacks.fab import fab, fab_t
@@ -215,6 +216,7 @@ ATTACKS: dict[str, AttackEntry] = {
     "fab-t": _minimal(fab_t, "FAB-T: FAB towards one wrong class at a time, cheaper for many classes"),
     "ddn": _minimal(ddn, "DDN: smallest L2 perturbation, direction and norm apart (Rony et al. 2019)", norms=("l2",)),
     "fmn": _minimal(fmn, "FMN: fast minimum-norm attack, also in L0 (Pintor et al. 2021)", norms=(*ALL_NORMS,)),
+    "bisect": _minimal(bisect, "FMN, then smaller and smaller budgets, each from the point found before"),
     "deepfool": _minimal(
         deepfool,
         "DeepFool: steps to the nearest linearized boundary (Moosavi-Dezfooli et al. 2016)",
@@ -241,7 +243,7 @@ ATTACKS: dict[str, AttackEntry] = {
     "autoattack": AttackEntry(autoattack, "AutoAttack: apgd-ce, apgd-t, fab-t and square in turn (Croce & Hein 2020)"),
     "autoattack-plus": AttackEntry(autoattack_plus, "AutoAttack 'plus': six attacks, five restarts if untargeted"),
     "autoattack-fast": AttackEntry(
-        AutoAttackFast, "AutoAttack's worst case with a seventh of its passes or less, with sentinels", adaptive=True
+        AutoAttackFast, "AutoAttack's worst case with a fraction of its passes, and sentinels", adaptive=True
     ),
     "autoattack-rand": AttackEntry(autoattack_rand, "AutoAttack 'rand', for models with random outputs: APGD with EOT"),
 }

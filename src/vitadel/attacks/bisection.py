@@ -1,0 +1,107 @@
+"""Bisection over budgets: the smallest one at which a search that starts from the point found before still succeeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitadel.attacks.fmn import FMN
+from vitadel.attacks.goals import gradient
+from vitadel.attacks.losses import margin
+from vitadel.attacks.minimal_norm import ORDERS, Nearest, check_settings, cosine, project_to_radius
+from vitadel.attacks.per_sample import per_sample, takes_arrays
+from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.backbones.classifier import check_pixels
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Threat
+
+_SHRINK = 0.8  # no radius is tried that is smaller than the mean of 1 and this share of what is known
+_STEPS = (0.25, 0.02)  # first and last length of a round's steps, in units of the radius
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """The smallest adversarial perturbation found in Linf, L2 or L1, if it is inside the budget.
+
+    FMN finds a point with half of the `steps`. Then `rounds` share the rest: each projects the smallest point so far
+    into a smaller ball and ascends the logit margin there. A success halves the way down from the new point; a round
+    without one raises the lower end of the bracket and goes back to the point. With `stop_when_fooled` a sample stops
+    at its first adversarial point inside the budget.
+    """
+
+    threat: Threat
+    steps: int = 100
+    rounds: int = 5
+    stop_when_fooled: bool = True
+
+    def __post_init__(self) -> None:
+        check_settings("bisection", self.threat, (Linf, L2, L1), steps=self.steps, rounds=self.rounds)
+
+    @takes_arrays
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+        check_pixels(x)
+        x = x.detach()
+        if self.threat.eps == 0:
+            return x.clone()
+        first = FMN(self.threat, self._first, stop_when_fooled=self.stop_when_fooled)(model, x, y)
+        with frozen(model), torch.no_grad():
+            nearest = Nearest.start(self.threat, model, x, y, self.stop_when_fooled)
+            nearest.record(first, model(first))
+            nearest.rest()
+            lower = torch.zeros_like(nearest.best)
+            for _ in range(self.rounds):
+                if len(nearest.place) == 0:
+                    break
+                lower = self._round(nearest, lower)
+        return nearest.result(x)
+
+    @property
+    def _first(self) -> int:
+        """The steps of FMN: half of all, and what the rounds cannot share evenly."""
+        return self.steps - self.rounds * self._each
+
+    @property
+    def _each(self) -> int:
+        return self.steps // 2 // self.rounds
+
+    def _round(self, nearest: Nearest, lower: Tensor) -> Tensor:
+        """Search at smaller and smaller radii from the smallest points; the next lower ends of the brackets."""
+        radius = self._radius(nearest, lower)
+        z = self._inside(nearest.found[nearest.place], nearest.x, radius)
+        for turn in range(self._each):
+            with torch.enable_grad():
+                logits = nearest.model(z.requires_grad_())
+                grad = gradient(margin(logits, nearest.y), z).detach()
+            z = z.detach()
+            wrong = nearest.record(z, logits.detach())
+            radius = torch.where(wrong, self._radius(nearest, lower), radius)
+            rows = nearest.rest()
+            if rows is not None:
+                z, grad, radius, lower = z[rows], grad[rows], radius[rows], lower[rows]
+                if len(rows) == 0:
+                    return lower
+            length = radius * cosine(turn, self._each, *_STEPS)
+            moved = z + per_sample(length.to(z.dtype), z) * self.threat.ascent(grad, z)
+            z = self._inside(moved, nearest.x, radius)
+        wrong = nearest.record(z, nearest.model(z))
+        lower = torch.where(wrong, lower, radius)
+        rows = nearest.rest()
+        return lower if rows is None else lower[rows]
+
+    def _radius(self, nearest: Nearest, lower: Tensor) -> Tensor:
+        """Half way from the smallest point to the lower end; the whole budget where nothing is found yet."""
+        best = nearest.best
+        return torch.where(best.isfinite(), (torch.maximum(lower, _SHRINK * best) + best) / 2, self.threat.eps)
+
+    def _inside(self, z: Tensor, x: Tensor, radius: Tensor) -> Tensor:
+        return project_to_radius(z, x, radius.to(x.dtype), ORDERS[type(self.threat)])
+
+    def passes(self) -> tuple[int, int]:
+        return self.steps, 2 + self.rounds
+
+
+def bisect(threat: Threat, steps: int = 100, rounds: int = 5) -> Bisection:
+    return Bisection(threat, steps, rounds)
