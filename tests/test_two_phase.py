@@ -64,3 +64,19 @@ def test_nothing_left_and_everything_broken_end_at_zero():
     low, high = two_phase_interval(100, 50, 10, 10)
     assert low == 0
     assert 0 < high < 0.3
+
+
+@pytest.mark.parametrize(("left", "total", "sampled"), [(400, 12, 40), (400, 3, 40), (50, 25, 5), (3000, 90, 300)])
+def test_each_end_is_a_one_sided_bound(left, total, sampled):
+    ways = math.comb(left, sampled)
+    covered = 0.0
+    for seen in range(max(0, sampled - (left - total)), min(sampled, total) + 1):
+        high = total_broken(left, sampled, seen, tail=0.05)[1]
+        covered += (total <= high) * math.comb(total, seen) * math.comb(left - total, sampled - seen) / ways
+    assert covered >= 0.95
+    least = total_broken(left, sampled, 0, tail=0.05)[1]  # without any broken one: as many as may all be overlooked
+    assert math.comb(left - least, sampled) / ways > 0.05 >= math.comb(left - least - 1, sampled) / ways
+
+
+def test_without_a_sample_everything_may_be_broken():
+    assert total_broken(30, 0, 0, tail=0.05) == (0, 30)

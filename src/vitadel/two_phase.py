@@ -44,18 +44,19 @@ def two_phase_interval(n: Numbers, left: Numbers, sampled: Numbers, broken: Numb
     return np.stack([np.where(whole, plain[0], low), np.where(whole, plain[1], high).clip(max=1.0)])
 
 
-def total_broken(left: int, sampled: int, broken: int) -> tuple[int, int]:
-    """The 95 % interval of how many of `left` samples would be broken, if `broken` of `sampled` random ones were.
+def total_broken(left: int, sampled: int, broken: int, tail: float = _TAIL) -> tuple[int, int]:
+    """The interval of how many of `left` samples would be broken, if `broken` of `sampled` random ones were.
 
-    Exact, by the hypergeometric distribution: the totals that neither tail refuses.
+    Exact, by the hypergeometric distribution: the totals that neither tail refuses, by default at 95 % together. With
+    a `tail` of 5 % each end is a one-sided bound at 95 %.
     """
     least, most = broken, left - (sampled - broken)
 
     def below(total: int) -> bool:
-        return _at_most(broken, left, total, sampled) > _TAIL
+        return _at_most(broken, left, total, sampled) > tail
 
     def above(total: int) -> bool:
-        return 1 - _at_most(broken - 1, left, total, sampled) > _TAIL
+        return 1 - _at_most(broken - 1, left, total, sampled) > tail
 
     low, high = least, most
     while low < high:  # the smallest total at which so many broken ones are not too many

@@ -96,7 +96,8 @@ def test_notes_say_when_each_sample_fell():
     y = model(x).argmax(1)
     y[0] = (y[0] + 1) % 5
     ball = Linf(0.015)
-    z, notes = AutoAttackFast(ball).run_with_info(model, x, y, SampleRNG.of_samples(0, range(80)))
+    whole = AutoAttackFast(ball, least_chance=0.0)  # far samples that are given up get no restarts
+    z, notes = whole.run_with_info(model, x, y, SampleRNG.of_samples(0, range(80)))
     held = judge(model, ball, x, z, y).held
     fell = notes["fell_in"]
     assert torch.equal(fell < 0, held)
@@ -117,7 +118,9 @@ def test_notes_say_when_each_sample_fell():
 def test_far_samples_are_drawn_before_anything_is_known():
     x = images(400)
     rng = SampleRNG.of_samples(0, range(400))
-    small = AutoAttackFast(Linf(1e-5), 1, 2, 2, 1, 1, 1, sentinel_steps=1, sentinel_queries=1, escalate=False)
+    small = AutoAttackFast(
+        Linf(1e-5), 1, 2, 2, 1, 1, 1, sentinel_steps=1, sentinel_queries=1, escalate=False, least_chance=0.0
+    )
     seen = []
     for seed in (0, 1):
         model = TinyNet(4, seed).eval()
@@ -180,7 +183,8 @@ def drive(
     while (stage := next_stage(stages, result)) is not None:
         seen.append(stage)
         sentinels = {"square_margin": margins[stage.places] - 1}
-        reported = {"search": known, "probe": probed or {}}.get(stage.name, sentinels)
+        again = {name: values[stage.places] for name, values in known.items()}
+        reported = {"search": known, "whole-search": again, "probe": probed or {}}.get(stage.name, sentinels)
         result = StageResult(stage.places, fooled(stage), reported)
     return seen
 
@@ -198,6 +202,35 @@ def test_sentinels_are_forty_samples_or_all_or_a_tenth():
         assert names == ["search", "probe", "fab-sentinel"]
         queries = sum(stage.attack.queries * len(stage.places) for stage in stages if "square" in stage.name)
         assert queries <= max(100 * n, 100 * expected)  # no more than 1000 queries for a tenth of the samples
+
+
+@pytest.mark.parametrize(("broken", "again"), [(0, False), (1, True)])
+def test_given_up_samples_are_attacked_after_all_if_an_audited_one_is_broken(broken, again):
+    place = torch.arange(400)
+    info = {"given_up": place >= 100, "audited": place >= 370, "fell_in": torch.where(place >= 400 - broken, 4, -1)}
+
+    def breaks(stage: Stage) -> Tensor:
+        last = stage.places >= 400 - broken
+        return last if stage.name == "search" else stage.places == 100
+
+    stages = drive(AutoAttackFast(Linf(0.1), escalate=False), breaks, 400, **info)
+    assert [stage.name for stage in stages[:2]] == ["search", "whole-search" if again else "probe"]
+    if again:
+        assert torch.equal(stages[1].places, torch.arange(100, 370))
+        assert stages[1].attack.least_chance == 0
+        assert stages[1].own(rng := SampleRNG.of_samples(0, range(3))) is rng  # the same random numbers
+        assert not any(100 in stage.places for stage in stages[2:])  # which it broke
+
+
+@pytest.mark.parametrize(("targeted", "again"), [(35, False), (36, True)])
+def test_given_up_samples_are_attacked_after_all_if_targets_break_what_other_losses_do_not(targeted, again):
+    """The nearest targets were tried on 350 of 400 samples, and a tenth of them may fall."""
+    place = torch.arange(400)
+    fell = torch.where(place < 50, STAGES.index("cross-entropy"), -1)
+    fell[50 : 50 + targeted] = STAGES.index("nearest targets")
+    info = {"given_up": place >= 200, "audited": place >= 380, "fell_in": fell}
+    stages = drive(AutoAttackFast(Linf(0.1), escalate=False), lambda stage: fell[stage.places] >= 0, 400, **info)
+    assert (stages[1].name == "whole-search") == again
 
 
 def test_a_sentinel_is_chosen_by_its_lot_not_by_its_place():

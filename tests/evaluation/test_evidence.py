@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from vitadel.attacks.autoattack.fast import STAGES
-from vitadel.evaluation.audit.evidence import escalation_of, findings_about
+from vitadel.evaluation.audit.evidence import escalation_of, findings_about, given_up_of
 from vitadel.evaluation.engine.stages import NOTE, MemberResult
 
 
@@ -87,3 +90,49 @@ def test_square_beating_gradients_is_suspicious():
     assert findings_about("square", [strong], 100) == []
     lucky = leg("square", [False] * 2 + [True] * 98)  # of a hundred, two may be luck
     assert findings_about("autoattack", [leg("apgd-ce", [True] * 100), lucky], 100) == []
+
+
+def given_up(falls: dict[str, int], audited: int, broken: int = 0) -> list[MemberResult]:
+    """Of the last 400 of 1000 samples, given up, the last `audited` were attacked to the end, and `broken` of them."""
+    members, place = notes_of(falls), np.arange(1000)
+    record = members[0].records[0]
+    record |= {f"{NOTE}given_up": place >= 600, f"{NOTE}audited": place >= 1000 - audited}
+    record[f"{NOTE}fell_in"][1000 - broken :] = STAGES.index("best targets")
+    record["held"][1000 - broken :] = False
+    return members
+
+
+def test_what_giving_up_may_have_missed_has_an_exact_bound():
+    found = given_up_of(given_up({"cross-entropy": 300}, audited=40), 1000)["given_up"]
+    # So many of 400 that none of 40 random ones is among them with a chance of 5 %.
+    most = max(k for k in range(400) if math.comb(400 - k, 40) > 0.05 * math.comb(400, 40))
+    assert (found["images"], found["audited"], found["broken"]) == (400, 40, 0)
+    assert found["missed_at_most"] == most
+    assert found["missed_share_at_most"] == most / 1000
+    assert f"at most {most / 10:.1f} points are missed" in found["sentence"]
+
+
+def test_a_broken_audit_raises_the_bound_and_is_not_counted_as_missed():
+    none, one = (given_up_of(given_up({}, audited=40, broken=k), 1000)["given_up"] for k in (0, 1))
+    assert one["broken"] == 1
+    assert one["missed_at_most"] > none["missed_at_most"]
+
+
+def test_if_too_many_were_given_up_the_whole_search_answers_for_them():
+    """One broken audit of 40 stands for nine others, more than 1 of 500 in 1000 samples."""
+    members = given_up({}, audited=40, broken=1)
+    whole = replace(notes_of({"targets": 5}, 360, met=0)[0], name="whole-search")
+    whole.records[0]["index"] = np.arange(600, 960)
+    members.insert(1, whole)
+    found = given_up_of(members, 1000)
+    assert found["given_up"]["missed_at_most"] == 0
+    assert "all were attacked to the end after all" in found["given_up"]["sentence"]
+    (finding,) = findings_about("autoattack-fast", members, 1000)
+    assert "994 samples are robust to the search" in finding["evidence"]
+    assert "40 of these attacked to the end (1 broken), and then all others" in finding["evidence"]
+
+
+def test_nothing_is_missed_where_autoattack_ran_after_all_or_nothing_was_given_up():
+    members = given_up({}, audited=40)
+    assert not given_up_of([*members, leg("apgd-ce", [True] * 1000)], 1000)
+    assert not given_up_of(notes_of({}), 1000)

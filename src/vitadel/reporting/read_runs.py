@@ -300,10 +300,12 @@ _ATTACK = {
     "controls?": "a list",
     "gains?": "an object",
     "escalation?": "an object",
+    "given_up?": "an object",
 }
 _MEMBER = {"name": "text", "attacked": _COUNT, "broken": _COUNT}
 _CALIBRATION = {"winner": "text", "images": _COUNT, "gradients": _COUNT, "forwards": _COUNT, "candidates": "a list"}
 _CANDIDATE = {"name": "text", "factors": "a list"}
+_GIVEN_UP = {"images": _COUNT, "audited": _COUNT, "broken": _COUNT, "missed_share_at_most": _SHARE, "sentence": "text"}
 _CONTROL = {"name": "text", "held": _COUNT, "n": _COUNT, "only_attack": _COUNT, "only_control": _COUNT, "p": _SHARE}
 _PAPER_STYLE = {"ci95": _INTERVAL, "remark": "text", "clean_scaled?": _SHARE}
 
@@ -370,6 +372,8 @@ def _faults(results: Mapping[str, Any]) -> Iterator[str]:
         if entry.get("calibration") is not None:
             yield misfit("calibration", entry["calibration"], _CALIBRATION)
             yield from (misfit("candidates", each, _CANDIDATE) for each in entry["calibration"]["candidates"])
+        if entry.get("given_up"):
+            yield misfit("given_up", entry["given_up"], _GIVEN_UP)
         yield from (misfit("controls", each, _CONTROL) for each in entry.get("controls") or [])
         if entry.get("paper_style") is not None:
             style = entry["paper_style"]

@@ -6,6 +6,7 @@ ordinary models. Here short runs with different losses, directions and starts co
 and the remaining passes go to samples whose linearized boundary is nearly within reach. The parts: APGD (Croce & Hein
 2020); probability margins in two phases (Ma et al. 2023, Xie et al. 2025, arXiv:2411.15210); MALT's targets (Melamed et
 al. 2024); output-diversified starts (Tashiro et al. 2020); restarts where they can still help (Liu et al. 2022).
+Samples that are far from every boundary after a few short runs are given up (`prospects`).
 
 That is sound only if gradients are. FAB and Square therefore run as sentinels on a random part of the samples that are
 still correct; the steps of the search, and single steps of three lengths (`sentinel_probe`), show whether
@@ -16,7 +17,7 @@ correct.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,7 @@ from vitadel.attacks.autoattack.fast_evidence import (
     SQUARE_MARGIN,
     SQUARE_SENTINELS,
     STAGES,
+    WHOLE_SEARCH,
     FastEvidence,
 )
 from vitadel.attacks.autoattack.sentinel_probe import Probe
@@ -83,11 +85,15 @@ class AutoAttackFast:
     `targets` x `target_steps` short runs and `best_targets` x `best_steps` long ones towards wrong classes, and up to
     seven restarts. The sentinels are FAB with `sentinel_targets` x `sentinel_steps` steps and Square with at most
     `sentinel_queries`. Without `escalate` an alarm remains a warning.
+
+    After the runs towards the nearest targets, samples that the later stages break with less than `least_chance` are
+    given up, but for a random `audited_share` of them, which shows how many are missed. If these are too many, all are
+    attacked to the end. With a `least_chance` of 0 none is given up.
     """
 
     threat: Threat
     entropy_steps: int = 20
-    margin_steps: int = 40
+    margin_steps: int = 30
     targets: int = 9
     target_steps: int = 15
     best_targets: int = 2
@@ -97,6 +103,8 @@ class AutoAttackFast:
     sentinel_steps: int = 30
     sentinel_queries: int = 1000
     escalate: bool = True
+    least_chance: float = 0.01
+    audited_share: float = 0.08
     reaches: tuple[tuple[float, int], ...] = field(default=_REACHES, kw_only=True)
     ensemble: Callable[[Threat], WorstOf] = field(default=autoattack, kw_only=True)
 
@@ -105,6 +113,9 @@ class AutoAttackFast:
         if small:
             name, value = next(iter(small.items()))
             raise UserError(f"{name} of autoattack-fast must be at least 1, got {value}")
+        for name in ("least_chance", "audited_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name} of autoattack-fast must lie between 0 and 1, got {getattr(self, name):g}")
 
     @property
     def search(self) -> FastSearch:
@@ -121,6 +132,14 @@ class AutoAttackFast:
         every = torch.arange(len(rng))
         results = {SEARCH: (yield Stage(SEARCH, self.search, every))}
         correct = every[~results[SEARCH].fooled]
+        first = FastEvidence(results)
+        if first.gave_up_too_many and not (self.escalate and first.signs):  # else all of AutoAttack runs anyway
+            # With the same random numbers, so as if these samples had not been given up.
+            info = results[SEARCH].info
+            places = every[info["given_up"] & ~info["audited"]]
+            whole = replace(self.search, least_chance=0.0)
+            results[WHOLE_SEARCH] = yield Stage(WHOLE_SEARCH, whole, places)
+            correct = correct[~torch.isin(correct, places[results[WHOLE_SEARCH].fooled])]
         if self.threat.eps == 0 or len(correct) == 0:
             return
         lots = rng.stream("sentinel lots").bits(1).cpu()[correct, 0]
@@ -168,7 +187,7 @@ class AutoAttackFast:
             z, new = run_attack(stage.attack, model, x[place], y[place], stage.own(rng[place]))
             with frozen(model):
                 fooled = deployed_fooled(model, z, y[place])
-            searched = stage.name == SEARCH
+            searched = stage.name in (SEARCH, WHOLE_SEARCH)
             found[place[fooled | searched]] = z[fooled | searched]
             merge_info(info, new, place, len(x))
             if not searched:

@@ -19,11 +19,13 @@ from vitadel.attacks.gain_ratio import FEW, GAINS, SCALES, STEP, are_broken, mea
 from vitadel.attacks.per_sample import SampleInfo
 from vitadel.attacks.wrappers import StageResult
 from vitadel.statistics import binomial_tail, exceeds_share
+from vitadel.two_phase import total_broken
 
 STAGES = (
     "clean",
     "cross-entropy",
     "probability margin",
+    "nearest targets",
     "targets",
     "best targets",
     "restarts",
@@ -33,7 +35,7 @@ STAGES = (
 )
 """The stages that may fool a sample; the sample info `fell_in` is a position in this list, or -1 if none did."""
 
-SEARCH, PROBE = "search", "probe"
+SEARCH, WHOLE_SEARCH, PROBE = "search", "whole-search", "probe"
 FAB_SENTINEL, SQUARE_SENTINELS = "fab-sentinel", ("square-sentinel-1", "square-sentinel-2")
 ON_SENTINELS = (PROBE, FAB_SENTINEL, *SQUARE_SENTINELS)
 """Names of the members in results; AutoAttack's members have their own names."""
@@ -50,6 +52,9 @@ _ALARM, _CLEAR = 0.01, 0.05  # chance of an alarm at the first share, and of non
 _AHEAD = 0.01  # Square is closer by more than this share of the margin
 _KEPT = 0.35  # free steps of honest models deliver more than this share of their promise
 _WILD = 0.15  # share of the cornered steps that may gain or lose more than twice their promise
+_TARGETED = 0.1  # share of the samples left by other losses that runs towards the nearest targets may break
+_TOLERATED = 0.002  # share of the samples that may be missed by giving up
+_MISSED = 0.05  # chance that more was missed than the bound says
 _NEGLIGIBLE = 0.01  # so small a share of robust samples needs no further evidence
 
 
@@ -81,12 +86,50 @@ class FastEvidence:
     @property
     def robust(self) -> int:
         """The samples that are still correct after the last stage."""
-        return self.searched - sum(int(result.fooled.sum()) for name, result in self.results.items() if name != SEARCH)
+        later = (result for name, result in self.results.items() if name not in (SEARCH, WHOLE_SEARCH))
+        return self.searched - sum(int(result.fooled.sum()) for result in later)
 
     @property
     def escalation(self) -> list[str]:
         """The names of AutoAttack's members that ran."""
-        return [name for name in self.results if name not in (SEARCH, *ON_SENTINELS)]
+        return [name for name in self.results if name not in (SEARCH, WHOLE_SEARCH, *ON_SENTINELS)]
+
+    @cached_property
+    def given_up(self) -> int:
+        """How many samples the search took for robust after a few runs, those that it then audited among them."""
+        return int(self._first("given_up").sum())
+
+    @cached_property
+    def audited(self) -> int:
+        """How many of these, drawn at random, were attacked to the end."""
+        return int(self._first("audited").sum())
+
+    @cached_property
+    def broken_by_audit(self) -> int:
+        return int((self._first("audited") & (self._first("fell_in") >= 0)).sum())
+
+    @property
+    def gave_up_too_many(self) -> bool:
+        """Whether more samples would be missed than can be tolerated.
+
+        As far as the audited ones tell, or because runs towards targets find what other losses did not: then the other
+        targets find more, also of samples that seem far.
+        """
+        if self.given_up == self.audited:
+            return False
+        missed = self.broken_by_audit * (self.given_up - self.audited) / max(self.audited, 1)
+        late = self._first("fell_in") >= STAGES.index("nearest targets")
+        near = int((self._first("fell_in") == STAGES.index("nearest targets")).sum())
+        open_to_them = int((late | (self._first("fell_in") < 0)).sum())
+        return missed > _TOLERATED * self.attacked or near > max(1, _TARGETED * open_to_them)
+
+    @property
+    def missed_at_most(self) -> int:
+        """One-sided 95 % bound on the samples that were given up and would have been broken."""
+        if WHOLE_SEARCH in self.results:
+            return 0
+        most = total_broken(self.given_up, self.audited, self.broken_by_audit, _MISSED)[1]
+        return most - self.broken_by_audit
 
     @cached_property
     def sentinels(self) -> int:
@@ -213,7 +256,10 @@ class FastEvidence:
     def summary(self) -> str:
         alive = int(self._info("kept_alive").sum())
         checked = f"Square checked {self.sentinels} of them, {alive} far ones got all restarts"
-        return f"{self.searched} samples are robust to the search; {checked}"
+        given_up = f"; {self.given_up} were given up, {self.audited} of these attacked to the end"
+        if WHOLE_SEARCH in self.results:
+            given_up += f" ({self.broken_by_audit} broken), and then all others"
+        return f"{self.searched} samples are robust to the search; {checked}{given_up if self.given_up else ''}"
 
     @property
     def flat(self) -> int:
@@ -236,9 +282,26 @@ class FastEvidence:
     def _restarts_text(self) -> str:
         return f"the last restarts still broke {self.count['restarts'] + self.count['kept alive']} samples"
 
-    @property
+    @cached_property
     def _search(self) -> StageResult:
-        return self.results[SEARCH]
+        """The search, with the results of the whole one where it ran after all."""
+        first, whole = self.results[SEARCH], self.results.get(WHOLE_SEARCH)
+        if whole is None:
+            return first
+        rows = torch.isin(first.samples, whole.samples)
+        order = whole.samples.argsort()
+        assert torch.equal(first.samples[rows], whole.samples[order])
+        fooled = first.fooled.clone()
+        fooled[rows] = whole.fooled[order]
+        info = {name: values.clone() for name, values in first.info.items()}
+        for name in info.keys() & whole.info.keys():
+            info[name][rows] = whole.info[name][order]
+        return StageResult(first.samples, fooled, info)
+
+    def _first(self, name: str) -> Tensor:
+        """Of the search that gives samples up; false or 0 if it does not say."""
+        first = self.results[SEARCH]
+        return first.info[name] if name in first.info else torch.zeros(len(first.samples), dtype=torch.bool)
 
     @property
     def _probed(self) -> SampleInfo:

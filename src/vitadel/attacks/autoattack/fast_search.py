@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.apgd import APGD
-from vitadel.attacks.autoattack.best_points import BestPoints, RecordBest, Value
+from vitadel.attacks.autoattack.best_points import BestPoints, Progress, RecordBest, Value
 from vitadel.attacks.autoattack.nearest_targets import nearest_targets
+from vitadel.attacks.autoattack.prospects import FEATURES, chance_of, features_of
 from vitadel.attacks.gain_ratio import GAINS, GainRecorder
 from vitadel.attacks.goals import changed, fooled, gradient, seen_through
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
@@ -34,6 +35,7 @@ from vitadel.types import Threat
 _DIVERSIFYING = 3  # steps of a restart along random logits
 _SCALED = 2  # the restart whose gradients pass through attention scores multiplied by _FACTOR, if they are saturated
 _FACTOR = 0.1
+_NEAREST = 3  # targets of every sample, before it is decided which samples are given up
 _KEPT_ALIVE = 0.05  # share of the far samples that get all restarts, to measure what that rule misses
 
 
@@ -62,6 +64,7 @@ class _AttackState:
 
     def run_apgd(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
         """APGD from a random start, on the samples at `place`."""
+        self.best.start_search()
         if len(place):
             attack = APGD(self.threat, RecordBest(place, self.best, value), steps)
             gains = GainRecorder.of(self.threat, self.x[place])
@@ -83,6 +86,7 @@ class _AttackState:
         `changes` are the steps at which `value` becomes another function. With `scaled` gradients pass through scaled
         attention, if the model is of a known family.
         """
+        self.best.start_search()
         if len(place) == 0:
             return
         goal = RecordBest(place, self.best, value)
@@ -112,6 +116,8 @@ class FastSearch:
     best_targets: int
     best_steps: int
     candidates: int
+    least_chance: float
+    audited_share: float
     reaches: tuple[tuple[float, int], ...]
 
     __call__ = images_of
@@ -120,9 +126,10 @@ class FastSearch:
     def run(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG, with_info: bool) -> tuple[Tensor, SampleInfo]:
         """With info about each sample, which costs nothing.
 
-        The stage that fooled it (`fell_in`, as a position in `STAGES`), its distance from the boundary before the
-        restarts (`missing`), its number of restarts, whether it was kept alive, the largest margin found, and the sums
-        of a `GainRecorder` over all steps.
+        The stage that fooled it (`fell_in`, as a position in `STAGES`), its features and chance after the first
+        runs, whether it was given up and, if so, audited, its distance from the boundary before the restarts
+        (`missing`), its number of restarts, whether it was kept alive, the largest margin found, and the sums of a
+        `GainRecorder` over all steps.
         """
         check_pixels(x)
         x = x.detach()
@@ -141,23 +148,38 @@ class FastSearch:
 
     def _stages(self, state: _AttackState, logits: Tensor, info: SampleInfo) -> list[Callable[[], None]]:
         """In the order of `STAGES`, without the clean images."""
-        alive = state.rng.stream("lots").uniform(2)[:, 0] < _KEPT_ALIVE
+        lots = state.rng.stream("lots").uniform(2)
+        alive, audited = lots[:, 0] < _KEPT_ALIVE, lots[:, 1] < self.audited_share
         stages = _Stages(self, state, logits)
 
+        def targets() -> None:
+            info.update(stages.prospects())
+            info["audited"] = info["given_up"] & audited
+            stages.skipped = info["given_up"] & ~audited
+            stages.targets()
+
         def restarts() -> None:
-            info["missing"] = stages.missing()
+            info["missing"] = stages.missing(stages.place()).where(~stages.skipped, info["missing"])
             info["restarts"] = sum(
-                (more * (info["missing"] < reach) for reach, more in self.reaches),
+                (more * ((info["missing"] < reach) & ~stages.skipped) for reach, more in self.reaches),
                 start=torch.zeros_like(info["fell_in"]),
             )
             stages.restarts(info["restarts"])
 
         def kept_alive() -> None:
-            info["far"] = (info["restarts"] < self.most_restarts) & ~state.best.fooled
+            info["far"] = (info["restarts"] < self.most_restarts) & ~state.best.fooled & ~stages.skipped
             info["kept_alive"] = alive & info["far"]
             stages.restarts(torch.where(info["kept_alive"], self.most_restarts, 0), info["restarts"])
 
-        return [stages.entropy, stages.margins, stages.targets, stages.best_targets, restarts, kept_alive]
+        return [
+            stages.entropy,
+            stages.margin,
+            stages.nearest_targets,
+            targets,
+            stages.best_targets,
+            restarts,
+            kept_alive,
+        ]
 
     @property
     def most_restarts(self) -> int:
@@ -165,28 +187,43 @@ class FastSearch:
 
     def passes(self) -> tuple[int, int]:
         """With ten classes, for a sample that is never fooled and gets all restarts."""
-        return self._passes(self.most_restarts)
+        gradients, forwards = self._first_passes()
+        runs = [self.margin_steps, *[self.target_steps] * (self.targets - _NEAREST)]
+        runs += [self.best_steps] * self.best_targets + [_DIVERSIFYING + self.margin_steps] * self.most_restarts
+        return gradients + sum(runs) + 1, forwards + len(runs)  # with a gradient at the best point before restarts
 
     def usual_passes(self) -> tuple[int, int]:
-        """For a sample that is never fooled and gets one restart, as most that are robust do or nearly do."""
-        return self._passes(min(1, self.most_restarts))
+        """For a sample that is never fooled, on average, if a quarter of such samples get all but the restarts."""
+        gradients, forwards = self._first_passes()
+        most = replace(self, reaches=()).passes()
+        return round(gradients + (most[0] - gradients) / 4), round(forwards + (most[1] - forwards) / 4)
 
-    def _passes(self, restarts: int) -> tuple[int, int]:
-        runs = [self.entropy_steps, self.margin_steps, self.margin_steps]
-        runs += [self.target_steps] * self.targets + [self.best_steps] * self.best_targets
-        runs += [_DIVERSIFYING + self.margin_steps] * restarts
+    def _first_passes(self) -> tuple[int, int]:
+        """Of the runs before it is decided whether the sample is given up, and of that decision."""
+        runs = [self.entropy_steps, self.margin_steps, *[self.target_steps] * min(_NEAREST, self.targets)]
         return sum(runs) + 1, 1 + len(runs)
 
 
 @dataclass
 class _Stages:
-    """The stages for one batch; `table` holds each sample's targets, `reached` the best lead of each target's logit."""
+    """The stages for one batch; `table` holds each sample's targets, `reached` the best lead of each target's logit.
+
+    The samples that are `skipped` are given up after the nearest targets.
+    """
 
     attack: FastSearch
     state: _AttackState
     logits: Tensor
+    skipped: Tensor = field(init=False)
     table: Tensor = field(init=False)
     reached: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.skipped = torch.zeros_like(self.state.best.fooled)
+
+    def place(self) -> Tensor:
+        """The places of the samples that are still to be attacked."""
+        return (~self.state.best.fooled & ~self.skipped).nonzero().squeeze(1)
 
     def entropy(self) -> None:
         def value(logits: Tensor, y: Tensor, place: Tensor, progress: float) -> Tensor:
@@ -194,24 +231,29 @@ class _Stages:
 
         self.state.run_apgd(self.state.best.not_fooled(), self.attack.entropy_steps, value, "entropy")
 
-    def margins(self) -> None:
-        for turn, first in enumerate(("label", "rival")):
-            value, lengths = _two_phases(self.attack.margin_steps, first)
-            changes = (_second_phase(self.attack.margin_steps),)
-            self.state.run_pgd(self.state.best.not_fooled(), lengths, value, changes, "margin", turn)
+    def margin(self, turn: int = 0) -> None:
+        """The probability margin, away from the label first or, in turn 1, towards the rival."""
+        value, lengths = _two_phases(self.attack.margin_steps, ("label", "rival")[turn])
+        changes = (_second_phase(self.attack.margin_steps),)
+        self.state.run_pgd(self.place(), lengths, value, changes, "margin", turn)
 
-    def targets(self) -> None:
-        """Short runs towards each target, the nearest class first."""
-        state, attack, place = self.state, self.attack, self.state.best.not_fooled()
+    def nearest_targets(self) -> None:
+        """Short runs towards the nearest few targets of each sample."""
+        state, attack, place = self.state, self.attack, self.place()
         shape = len(self.logits), min(attack.targets, self.logits.shape[1] - 1)
         self.table = state.y.new_zeros(shape)
         self.reached = torch.full(shape, -torch.inf, dtype=torch.float64, device=state.x.device)
-        if len(place) == 0:
-            return
-        clean = (state.x[place], state.y[place], self.logits[place])
-        self.table[place] = nearest_targets(state.model, *clean, state.threat, attack.candidates, shape[1])
-        for column in range(shape[1]):
-            state.run_apgd(state.best.not_fooled(), attack.target_steps, self._towards(column), "target", column)
+        if len(place):
+            clean = (state.x[place], state.y[place], self.logits[place])
+            self.table[place] = nearest_targets(state.model, *clean, state.threat, attack.candidates, shape[1])
+        for column in range(min(_NEAREST, shape[1])):
+            state.run_apgd(self.place(), attack.target_steps, self._towards(column), "target", column)
+
+    def targets(self) -> None:
+        """The rest of the short runs: the probability margin from its other side, and the other targets."""
+        self.margin(turn=1)
+        for column in range(_NEAREST, self.table.shape[1]):
+            self.state.run_apgd(self.place(), self.attack.target_steps, self._towards(column), "target", column)
 
     def best_targets(self) -> None:
         """Long runs towards the classes with the best lead so far; the second one on the targeted DLR loss."""
@@ -219,7 +261,7 @@ class _Stages:
         for turn in range(min(self.attack.best_targets, order.shape[1])):
             columns = order[:, turn]
             value = self._towards(columns, ratio=turn % 2 == 1 and self.logits.shape[1] > 3)
-            self.state.run_apgd(self.state.best.not_fooled(), self.attack.best_steps, value, "best", turn)
+            self.state.run_apgd(self.place(), self.attack.best_steps, value, "best", turn)
 
     def _towards(self, column: int | Tensor, ratio: bool = False) -> Value:
         if isinstance(column, int):
@@ -238,23 +280,43 @@ class _Stages:
 
         return value
 
-    def missing(self) -> Tensor:
+    def prospects(self) -> SampleInfo:
+        """What the runs so far say about each sample that is still correct: the chance of the later ones."""
+        state, place = self.state, self.state.best.not_fooled()
+        features = torch.full((len(state.x), len(FEATURES)), torch.nan, dtype=torch.float64, device=state.x.device)
+        missing, logits = self._boundary(place)
+        if len(place):
+            searches = [Progress(each.half[place], each.end[place]) for each in state.best.searches]
+            features[place] = features_of(missing[place], logits, state.y[place], searches)
+        chance = chance_of(features)
+        # Without a gradient the features say nothing; restarts may break what is nearly broken, whatever the rivals.
+        nearest = min((reach for reach, _ in self.attack.reaches), default=0.0)
+        given_up = (chance < self.attack.least_chance) & missing.isfinite() & (missing >= nearest)
+        given_up &= ~state.best.fooled
+        return {"features": features, "chance": chance, "given_up": given_up, "missing": missing}
+
+    def missing(self, place: Tensor) -> Tensor:
         """The distance from each sample's best point to its linearized boundary, in units of eps.
 
-        Infinite for fooled samples, and where the gradient is zero.
+        Infinite for samples that are not at `place`, and where the gradient is zero.
         """
-        state, place = self.state, self.state.best.not_fooled()
+        return self._boundary(place)[0]
+
+    def _boundary(self, place: Tensor) -> tuple[Tensor, Tensor]:
+        """The missing distances, as `missing` has them, and the logits at the best points of the samples at `place`."""
+        state = self.state
         missing = torch.full((len(state.x),), torch.inf, dtype=torch.float64, device=state.x.device)
         if len(place) == 0:
-            return missing
+            return missing, self.logits[place]
         with torch.enable_grad():
             z = state.best.point[place].clone().requires_grad_()
-            values = margin(state.model(z), state.y[place])
+            logits = state.model(z)
+            values = margin(logits, state.y[place])
             slope = gradient(values, z).flatten(1)
         steepness = torch.linalg.vector_norm(slope, ord=dual_order(state.threat), dim=1).double()
         gap = -values.detach().double()
         missing[place] = torch.where(steepness > 0, gap / (steepness * state.threat.eps), torch.inf)
-        return missing
+        return missing, logits.detach()
 
     def restarts(self, wanted: Tensor, done: Tensor | None = None) -> None:
         """Run restart number k for samples with more than k `wanted` and at most k `done` restarts."""

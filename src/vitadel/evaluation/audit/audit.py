@@ -25,6 +25,7 @@ from vitadel.evaluation.audit.evidence import (
     findings_about,
     findings_about_mode,
     findings_about_outputs,
+    given_up_of,
     without_reassurance,
 )
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
@@ -412,7 +413,7 @@ class AuditWork:
             stage = f"{number:02d} {name}"
             results = attack_stage(context, stage, attack, request.threat, exposed, needs_known_family(name))
             verdicts.add(name, settings, results, alone=alone, own_rules=own_rules)
-            verdicts.entries[-1] |= escalation_of(results)
+            verdicts.entries[-1] |= escalation_of(results) | given_up_of(results, len(verdicts.index))
             if needs_known_family(name):
                 from vitadel.evaluation.audit.scaled_attention import describe_scaling
 

@@ -163,6 +163,35 @@ def escalation_of(members: Sequence[MemberResult]) -> dict[str, Any]:
     }
 
 
+def given_up_of(members: Sequence[MemberResult], n: int) -> dict[str, Any]:
+    """The field of results about samples that `autoattack-fast` gave up, if AutoAttack did not attack them after all.
+
+    `n` samples are all of the audit.
+    """
+    evidence = _fast_evidence(members)
+    if evidence is None or evidence.escalation or not evidence.given_up:
+        return {}
+    most, found = evidence.missed_at_most, evidence.broken_by_audit
+    sentence = (
+        f"{evidence.given_up} images were given up as far from every boundary. {evidence.audited} of them, drawn at "
+        f"random, were attacked to the end, and {found} were broken"
+    )
+    if evidence.gave_up_too_many:
+        sentence += ". Runs towards targets break too many, so all were attacked to the end after all."
+    else:
+        sentence += f": at most {100 * most / n:.1f} points are missed by giving up (one-sided 95 % bound)."
+    return {
+        "given_up": {
+            "images": evidence.given_up,
+            "audited": evidence.audited,
+            "broken": found,
+            "missed_at_most": most,
+            "missed_share_at_most": most / n,
+            "sentence": sentence,
+        }
+    }
+
+
 def _fast_evidence(members: Sequence[MemberResult]) -> FastEvidence | None:
     if not members or f"{NOTE}fell_in" not in next(iter(members[0].records), {}):
         return None

@@ -48,8 +48,18 @@ def audit_sentence(run: Run) -> str:
     share = "none of them is robust" if worst["held"] == 0 else f"{percent(worst['robust_accuracy'])} still are"
     return (
         f"{sentence}under {names} with {threat_text(run)}, seed {run.results.get('seed')}, "
-        f"{share} (95 % interval {interval_text(worst['ci95'])}).{_looks(run)}{_other_threats(run)}"
+        f"{share} (95 % interval {interval_text(worst['ci95'])}{_missed(within)}).{_looks(run)}{_other_threats(run)}"
     )
+
+
+def _missed(entries: Sequence[Mapping[str, Any]]) -> str:
+    """What the last attack missed at most by giving images up; empty if it gave up none."""
+    found = entries[-1].get("given_up")
+    return f"; {missed_text(found)} by giving images up" if found else ""
+
+
+def missed_text(found: Mapping[str, Any]) -> str:
+    return f"at most {100 * found['missed_share_at_most']:.1f} points missed"
 
 
 def _looks(run: Run) -> str:
@@ -127,7 +137,7 @@ def _attacks(run: Run) -> Section | None:
             "members": [],
             "paper_style": None,
             **entry,
-            "scaling": scaling_sentences(entry),
+            "notes": [*scaling_sentences(entry), *_given_up(entry)],
             "gradients": entry["gradient_calls"] / max(entry["attacked"], 1),
             "forwards": entry["forward_calls"] / max(entry["attacked"], 1),
             "details": entry.get("settings", {})
@@ -140,6 +150,11 @@ def _attacks(run: Run) -> Section | None:
     device = run.environment.get("device_name") or run.environment.get("device") or ""
     content = {"rows": rows, "threat": threat_text(run), "total": total, "device": str(device)}
     return Section("Attacks", block="attacks", content=content)
+
+
+def _given_up(entry: Mapping[str, Any]) -> list[str]:
+    """What an attack gave up, and the bound on what it missed."""
+    return [entry["given_up"]["sentence"]] if entry.get("given_up") else []
 
 
 def _curve(run: Run) -> Section | None:
@@ -300,6 +315,8 @@ def _accuracy_table(run: Run, console: Console) -> Table:
     add("clean", clean["accuracy"], clean["ci95"])
     for entry in results["attacks"]:
         add(entry["name"], entry["robust_accuracy"], entry["ci95"], _cost_texts(entry))
+        if found := entry.get("given_up"):
+            table.add_row("", "", missed_text(found))
         for member in entry.get("members", ()):
             broke = f"broke {member['broken']} of {member['attacked']}"
             table.add_row(f"[dim]  {escape(member['name'])}[/]", "", f"[dim]{broke}[/]", "", *_cost_texts(member))
@@ -344,7 +361,7 @@ def show_audit(run: Run) -> None:
     if attacks and {entry["name"] for entry in attacks} <= _SMOKE_TEST:
         notes.append("A smoke test: FGSM and PGD-20 measure no robustness. The default attack, autoattack-fast, does.")
     for entry in attacks:
-        notes += [f"{entry['name']}: {sentence}" for sentence in scaling_sentences(entry)]
+        notes += [f"{entry['name']}: {sentence}" for sentence in (*scaling_sentences(entry), *_given_up(entry))]
         if style := entry.get("paper_style"):
             clean = f" at {percent(style['clean_scaled'])} clean" if "clean_scaled" in style else ""
             accuracy = percent(style["accuracy" if "accuracy" in style else "robust_accuracy"])
