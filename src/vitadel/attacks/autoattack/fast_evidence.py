@@ -112,8 +112,8 @@ class FastEvidence:
     def gave_up_too_many(self) -> bool:
         """Whether more samples would be missed than can be tolerated.
 
-        As far as the audited ones tell, or because runs towards targets find what other losses did not: then the other
-        targets find more, also of samples that seem far.
+        By the share of audited ones that were broken, or because runs towards targets find what other losses did not:
+        then the other targets find more, also of samples that seem far.
         """
         if self.given_up == self.audited:
             return False
