@@ -56,7 +56,7 @@ def training(work: Work, processes: Any) -> None:
     from vitadel.training.recipes.compose import compose
     from vitadel.training.run import run_harden
 
-    changes = ["train.epochs=1", "train.batch_size=64", f"data.limit={8 * work.images}", "data.held_out=64"]
+    changes = ["train.epochs=1", "train.batch_size=64", f"data.limit={max(128, 8 * work.images)}", "data.held_out=64"]
     changes += ["validation.limit=64", "data.test=null", "train.tracker=none"]
     document = compose("shapes/trades", None, changes)
     run_harden(build_recipe(document, "shapes/trades"), "shapes/trades", processes, out=work.out)

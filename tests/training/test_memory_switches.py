@@ -92,7 +92,7 @@ def test_compile_is_refused_beside_what_it_does_not_work_with(other):
 
 
 def test_hooks_are_refused_with_compile():
-    setup = open_training(recipe(**SHORT, plugins={"attention_scaling": {}}, train={"compile": True}), CPU)
+    setup = open_training(recipe(**SHORT, plugins={"attention_scaling": {"gap": 1}}, train={"compile": True}), CPU)
     with pytest.raises(UserError, match=r"plugins.attention_scaling.*train.compile=false"):
         training_run._adapted(setup, CPU)
 

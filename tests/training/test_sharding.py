@@ -148,7 +148,7 @@ def stopped_once(*words: str) -> None:
     ("changes", "named"),
     [
         ({"objective": {"use": "afat"}}, "objective.use afat"),
-        ({"plugins": {"attention_scaling": {}}}, "plugins.attention_scaling"),
+        ({"plugins": {"attention_scaling": {"gap": 1}}}, "plugins.attention_scaling"),
         ({"plugins": {"weight_average": {}}}, "plugins.weight_average needs all"),
         ({"plugins": {"awp": {}}}, "plugins.awp needs all"),
         (
