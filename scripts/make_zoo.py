@@ -1,13 +1,13 @@
-"""Make a model of the zoo again: train it by its recipe, audit it, write weights and card.
+"""Train a model of the zoo by its recipe, audit it, and write its weights and card.
 
-    python scripts/make_zoo.py shapes-trades                     # what it takes is in the recipe: vitadel recipes show
+    python scripts/make_zoo.py shapes-trades                     # data and time: vitadel recipes show
     python scripts/make_zoo.py cifar10-fast-at --data-root DIR   # CIFAR-10 as torchvision stores it, or
     python scripts/make_zoo.py cifar10-fast-at data.train=parquet:train.parquet@train data.test=parquet:test.parquet
-    python scripts/make_zoo.py shapes-trades --card              # only audit the shipped weights anew
-    python scripts/make_zoo.py shapes-trades --short             # the card by the audit that ends the training
-    python scripts/make_zoo.py cifar10-trades --light            # the card without the attacks that take long
+    python scripts/make_zoo.py shapes-trades --card              # only audit the shipped weights again
+    python scripts/make_zoo.py shapes-trades --short             # the card from the audit at the end of training
+    python scripts/make_zoo.py cifar10-trades --light            # the card without the slow attacks
 
-Weights and cards go to src/vitadel/zoo. Trainings and audits lie below runs/zoo; a killed one goes on from there.
+Weights and cards go to src/vitadel/zoo. Runs are in runs/zoo; an interrupted one is resumed.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ RUNS = Path("runs") / "zoo"
 
 @dataclass(frozen=True)
 class Entry:
-    """A recipe, what is set otherwise, and what its card measures; each attack alone, on all images right when clean.
+    """A recipe with its overrides, and what its card measures: each attack alone, on all correctly classified images.
 
-    `rows` of the recipe are trained one after the other, each from the one before: the phases of TORA. On shapes many
-    images stand, and each of them costs `autoattack` 17 core-seconds: so the fast ensemble, on fewer images.
+    `rows` of the recipe are trained in order, each from the one before: the phases of TORA. On shapes many images stay
+    robust, and each of them costs `autoattack` 17 core-seconds: hence the fast ensemble, on fewer images.
     """
 
     recipe: str
     rows: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ("train.precision=bf16",)  # twice as fast where a processor knows it
+    settings: tuple[str, ...] = ("train.precision=bf16",)  # twice as fast where the processor supports it
     test: str = "shapes"
     attacks: tuple[str, ...] = ("pgd-100", "aas+pgd-100", "autoattack-fast")
     slow: tuple[str, ...] = ()  # audited after them, on the same images
@@ -62,10 +62,10 @@ def on_cifar10(recipe: str) -> Entry:
     return Entry(recipe, test="cifar10@test", attacks=attacks, slow=("autoattack",), images=500)
 
 
-# `shapes-standard` and `shapes-robust` were made by an earlier script, and stay: recipes, token files and measurements
-# stand on their very weights. `shapes-ordinary` and `shapes-pgd-at` are the same trainings by the loop.
+# `shapes-standard` and `shapes-robust` come from an earlier script and are kept: recipes, token files and measurements
+# depend on their weights. `shapes-ordinary` and `shapes-pgd-at` are the same trainings by today's loop.
 ENTRIES = {
-    "shapes-ordinary": Entry("shapes/standard", slow=("autoattack",), images=500),  # nothing stands for long
+    "shapes-ordinary": Entry("shapes/standard", slow=("autoattack",), images=500),  # no image stays robust for long
     "shapes-pgd-at": Entry("shapes/pgd-at"),
     "shapes-trades": Entry("shapes/trades"),
     "shapes-trades-awp": Entry("shapes/trades-awp"),
@@ -78,8 +78,8 @@ ENTRIES = {
 }
 
 
-def trained(name: str, entry: Entry, overrides: list[str], data_root: str | None) -> dict[str, Any]:
-    """Train, or go on, and put the best epoch's weights into the zoo; returns what the last training says of itself."""
+def train(name: str, entry: Entry, overrides: list[str], data_root: str | None) -> dict[str, Any]:
+    """Train, or resume, and copy the best epoch's weights into the zoo; return the summary of the last training."""
     results: dict[str, Any] = {}
     before, out = None, RUNS / name
     overrides = [*entry.settings, *overrides]
@@ -98,26 +98,24 @@ def trained(name: str, entry: Entry, overrides: list[str], data_root: str | None
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Audits of the same images, each attack alone; `held` is the number of images that hold against all attacks."""
+class Audits:
+    """Audits of the same images, each attack alone; `robust` is the number of images that no attack misclassifies."""
 
     results: dict[str, Any]
     attacks: list[dict[str, Any]]
-    held: int
+    robust: int
 
 
-def measured(folders: Sequence[Path]) -> Measured:
+def read_audits(folders: Sequence[Path]) -> Audits:
     results = [json.loads((folder / "results.json").read_text()) for folder in folders]
     samples = [pq.read_table(folder / "samples.parquet") for folder in folders]
     assert all(table["index"].equals(samples[0]["index"]) for table in samples)
     columns = [table[name].to_numpy() for table in samples for name in table.column_names if name.startswith("held:")]
-    held = np.logical_and.reduce(columns)
-    return Measured(results[0], [entry for result in results for entry in result["attacks"]], int(held.sum()))
+    robust = np.logical_and.reduce(columns)
+    return Audits(results[0], [entry for result in results for entry in result["attacks"]], int(robust.sum()))
 
 
-def audited(
-    name: str, entry: Entry, test: str, calibration: str | None, data_root: str | None, light: bool
-) -> Measured:
+def audit(name: str, entry: Entry, test: str, calibration: str | None, data_root: str | None, light: bool) -> Audits:
     folders = []
     parts = {"audit": entry.attacks} | ({} if light or not entry.slow else {"slow-audit": entry.slow})
     for part, attacks in parts.items():
@@ -127,18 +125,18 @@ def audited(
             test,
             attacks=attacks,
             limit=entry.images,
-            batch_size=32,  # which caches hold: a tenth faster on a processor than 128
+            batch_size=32,  # fits the caches: a tenth faster than 128 on a CPU
             independent=True,
             calibration=calibration,
             data_root=data_root,
             out=folders[-1],
             resume=True,
         )
-    return measured(folders)
+    return read_audits(folders)
 
 
-def told_by_training(name: str) -> dict[str, Any] | None:
-    """What the training that made the shipped weights says of itself, if its folder is still there."""
+def training_summary(name: str) -> dict[str, Any] | None:
+    """Summary of the training that made the shipped weights, if its run folder exists."""
     results = RUNS / name / "results.json"
     return dict(json.loads(results.read_text())["training"]) if results.exists() else None
 
@@ -147,10 +145,10 @@ def row(label: str, share: float, interval: list[float]) -> str:
     return f"| {label} | {100 * share:.1f} % | {100 * interval[0]:.1f} to {100 * interval[1]:.1f} % |"
 
 
-def table(told: Measured) -> str:
-    clean = told.results["clean"]
+def table(audits: Audits) -> str:
+    clean = audits.results["clean"]
     rows = [row("clean", clean["accuracy"], clean["ci95"])]
-    for entry in told.attacks:
+    for entry in audits.attacks:
         rows.append(row(entry["name"], entry["robust_accuracy"], entry["ci95"]))
         if style := entry["paper_style"]:
             own = f"{entry['name']}, on the scaled model as in its paper; not an estimate of robustness"
@@ -158,7 +156,7 @@ def table(told: Measured) -> str:
             rows.append(
                 row(f"clean, of that model of {entry['name']}", style["clean_scaled"], style["clean_scaled_ci95"])
             )
-    rows.append(row("worst case", told.held / clean["n"], list(wilson(told.held, clean["n"]))))
+    rows.append(row("worst case", audits.robust / clean["n"], list(wilson(audits.robust, clean["n"]))))
     return "\n".join(["| | accuracy | 95 % interval |", "|---|---|---|", *rows])
 
 
@@ -166,11 +164,11 @@ def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | None, remark: str) -> str:
-    document, results = entry.document(), told.results
+def card(name: str, entry: Entry, audits: Audits, training: dict[str, Any] | None, remark: str) -> str:
+    document, results = entry.document(), audits.results
     model, threat = results["model"], results["threat"]
     about = texts(entry.recipe)
-    alone = any(attack["counts"] == "this attack alone" for attack in told.attacks)
+    alone = any(attack["counts"] == "this attack alone" for attack in audits.attacks)
     how = ALONE if alone else "each attack ran only on the images that earlier attacks did not misclassify."
     words = " ".join([entry.recipe, *entry.settings])
     commands = [f"`vitadel harden {words}{f' --row {each}' if each else ''}`" for each in entry.rows or ("",)]
@@ -187,7 +185,7 @@ def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | Non
 
 {sentence(about["about"])} {sentence(about["paper"])}
 
-{table(told)}
+{table(audits)}
 
 {results["data"]["n"]} class-balanced test images, {threat["norm"]}, eps {threat["eps_text"]}, seed {results["seed"]};
 {how}
@@ -195,32 +193,32 @@ def card(name: str, entry: Entry, told: Measured, training: dict[str, Any] | Non
 - {model["parameters"]:,} parameters: `{document["model"]["name"]}` {json.dumps(document["model"].get("kwargs", {}))}.
 - Pixels in [0, 1]; normalization inside the model.{course}
 - Made by {" and ".join(commands)}, measured by `scripts/make_zoo.py {name}`.
-- Meant for demonstrations, tests and comparisons of methods at a small scale.{remark and f"{chr(10)}- {remark}"}
+- For demonstrations, tests and comparisons of methods at a small scale.{remark and f"{chr(10)}- {remark}"}
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=ENTRIES)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for the recipe, e.g. where the data lies")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for the recipe, e.g. the path of the data")
     parser.add_argument("--card", action="store_true", help="only audit the shipped weights and write the card")
-    parser.add_argument("--short", action="store_true", help="no further audit than the one that ends the training")
-    parser.add_argument("--light", action="store_true", help="without the attacks that take long")
-    parser.add_argument("--remark", default="", help="a sentence for the card, e.g. about the data at hand")
+    parser.add_argument("--short", action="store_true", help="only use the audit at the end of training")
+    parser.add_argument("--light", action="store_true", help="without the slow attacks")
+    parser.add_argument("--remark", default="", help="a sentence for the card, e.g. about the data")
     parser.add_argument("--data-root")
     options = parser.parse_intermixed_args()
     entry = ENTRIES[options.name]
     if options.card:
-        training = told_by_training(options.name)
+        training = training_summary(options.name)
     else:
-        training = trained(options.name, entry, options.overrides, options.data_root)
+        training = train(options.name, entry, options.overrides, options.data_root)
     given = dict(pair.split("=", 1) for pair in options.overrides)
     if options.short:
-        told = measured([RUNS / options.name])
+        audits = read_audits([RUNS / options.name])
     else:
         test, calibration = given.get("data.test", entry.test), given.get("data.train")
-        told = audited(options.name, entry, test, calibration, options.data_root, options.light)
-    text = card(options.name, entry, told, training, options.remark)
+        audits = audit(options.name, entry, test, calibration, options.data_root, options.light)
+    text = card(options.name, entry, audits, training, options.remark)
     (ZOO / f"{options.name}.md").write_text(text)
     print(text)
 
