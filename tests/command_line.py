@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from vitadel.cli.main import main
 
-__all__ = ["Said", "vitadel"]
+__all__ = ["Said", "call", "vitadel"]
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,16 @@ class Said:
 
 def vitadel(*words: str, cwd: Path | None = None, code: int = 0, columns: int = 200) -> Said:
     """What the program prints; it must end with the exit code. An exception that it lets out is the test's, too."""
+    ended, out, err = call(*words, cwd=cwd, columns=columns)
+    assert ended == code, f"ended with {ended}: {err or out}"
+    return Said(out, err)
+
+
+def call(*words: object, cwd: Path | None = None, columns: int = 200) -> tuple[object, str, str]:
+    """The exit code, and what the program prints to standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
-    ended = _run(words, out, err, cwd, columns)
-    assert ended == code, f"ended with {ended}: {err.getvalue() or out.getvalue()}"
-    return Said(out.getvalue(), err.getvalue())
+    ended = _run([str(word) for word in words], out, err, cwd, columns)
+    return ended, out.getvalue(), err.getvalue()
 
 
 def _run(words: Sequence[str], out: io.StringIO, err: io.StringIO, cwd: Path | None, columns: int) -> object:

@@ -27,6 +27,8 @@ import torchvision.datasets
 from PIL import Image
 
 import vitadel.data.spec
+import vitadel.diagnosis.precheck
+import vitadel.diagnosis.run
 import vitadel.heads.probe
 import vitadel.reproduce.jobs
 import vitadel.threat_levels.token_training
@@ -47,9 +49,12 @@ NAMES = {
 """Words of a command that are replaced."""
 
 IMAGES = 16
-"""Images in the test split of CIFAR and ImageNet stand-ins, and in every protocol; a diagnosis needs as many."""
+"""Images in the test split of CIFAR and ImageNet stand-ins, and in every protocol."""
+EXAMINED = 4
+"""Images of a diagnosis, and of the checks before every audit."""
 
-FLAGS = {"limit": 4, "diagnose.limit": IMAGES, "surrogates": 1, "bank": 1, "port": 0, "severities": "1,5", "within": 45}
+FLAGS = {"limit": 4, "diagnose.limit": EXAMINED, "surrogates": 1, "bank": 1, "port": 0, "severities": "1,5"}
+FLAGS |= {"within": 45}
 """Values of these flags for any verb; port 0 is any free port. Under a protocol all images are used."""
 KEPT_FLAGS = {"batch_size", "seed", "input_size", "num_classes", "difficulty", "patch_side"}
 """Integer flags that are not sizes. All others, given or default, are limited to MOST."""
@@ -75,9 +80,9 @@ KEPT_SETTINGS = {"side", "patches", "blocks", "layer", "tokens", "factor"}
 """Integer settings of attacks and prefixes that are not sizes. All others are limited to MOST."""
 
 TINY: dict[str, dict[str, Any]] = {
-    "vit": {"depth": 4, "embed_dim": 48, "num_heads": 3},
-    "deit": {"depth": 4, "embed_dim": 48, "num_heads": 3},
-    "deit3": {"depth": 4, "embed_dim": 48, "num_heads": 3},
+    "vit": {"depth": 4, "embed_dim": 48, "num_heads": 3, "patch_size": 32},
+    "deit": {"depth": 4, "embed_dim": 48, "num_heads": 3, "patch_size": 32},
+    "deit3": {"depth": 4, "embed_dim": 48, "num_heads": 3, "patch_size": 32},
     "xcit": {"depth": 1, "embed_dim": 48, "num_heads": 3},
     "fan": {"depth": 1, "embed_dim": 48, "num_heads": 3},
     "rvt": {"depths": (1,), "widths": (48,), "heads": (3,), "scaled_blocks": 1},
@@ -94,7 +99,10 @@ def shrink(world: Path, patch: pytest.MonkeyPatch) -> None:
     _shrink_recipes(patch)
     _shrink_data(world, patch)
     for name, level in examination.LEVELS.items():
-        patch.setitem(examination.LEVELS, name, replace(level, images=IMAGES, directions=1, student_epochs=1))
+        patch.setitem(examination.LEVELS, name, replace(level, images=EXAMINED, directions=1, student_epochs=1))
+    patch.setattr(vitadel.diagnosis.precheck, "IMAGES", EXAMINED)
+    for home in (examination, vitadel.diagnosis.run):
+        patch.setattr(home, "FEWEST", EXAMINED)
     small = {name: replace(each, images=IMAGES, image_list=None) for name, each in protocols.protocols().items()}
     patch.setattr(protocols, "protocols", lambda: small)
     patch.setattr(stability, "StabilityRequest", partial(stability.StabilityRequest, training_steps=MOST))

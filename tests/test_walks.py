@@ -12,31 +12,33 @@ import pytest
 # What a plain run may enter: files, and changes of package between first entries.
 WALKS = {
     "audit zoo:shapes-robust --limit 12 --attacks fgsm --no-precheck": (55, 27),
-    "harden shapes/trades train.epochs=1 train.batch_size=32 data.limit=192 data.held_out=64 audit.limit=16 "
-    "validation.limit=16": (72, 36),
+    "harden shapes/trades train.epochs=1 train.batch_size=32 data.limit=64 data.held_out=16 audit.limit=4 "
+    "validation.limit=4": (72, 36),
     "diagnose zoo:shapes-robust --limit 16": (60, 30),
 }
 WALK = """
 import sys, threading
+import matplotlib.figure, pyarrow.parquet, timm, torch, torchvision  # not traced: they call millions of functions
 from pathlib import Path
 from dataclasses import replace
 import vitadel
 from vitadel.cli.main import main
-if sys.argv[1] == "diagnose":  # a shorter search takes the same way
+if sys.argv[1] == "diagnose":  # shorter searches take the same way
     from vitadel.diagnosis import examination
-    examination.LEVELS["quick"] = replace(examination.LEVELS["quick"], queries=20, student_epochs=1)
+    shorter = {"steps": 2, "restarts": 2, "queries": 20, "directions": 1, "student_epochs": 1}
+    examination.LEVELS["quick"] = replace(examination.LEVELS["quick"], **shorter)
 root, entered = Path(vitadel.__file__).parent, {}
 def enter(frame, event, argument):
     code = frame.f_code
     if event == "call" and code.co_flags & 1 and code.co_filename not in entered:  # 1: a function, no body of a module
         entered[code.co_filename] = None
-threading.setprofile(enter)
-sys.setprofile(enter)
+threading.settrace(enter)
+sys.settrace(enter)
 try:
     main()
 finally:
-    sys.setprofile(None)
-    threading.setprofile(None)
+    sys.settrace(None)
+    threading.settrace(None)
     print(*(f"WALK {Path(name).relative_to(root)}" for name in entered if Path(name).is_relative_to(root)), sep="\\n")
 """
 

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import yaml
 
+from command_line import call
 from small_probes import LINEAR, MASKS
-from vitadel.cli.main import main
 
 
 @pytest.fixture
-def vitadel(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["vitadel", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
-
-
-@pytest.fixture
-def recipes(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+def recipes(tmp_path):
     for name, document in (("linear", LINEAR), ("masks", MASKS)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(document))
     return tmp_path
 
 
 @pytest.mark.slow
-def test_a_probe_ends_with_heads_accuracies_and_its_folder(vitadel, recipes):
+def test_a_probe_ends_with_heads_accuracies_and_its_folder(recipes):
     out = recipes / "run"
-    code, text, err = vitadel("probe", recipes / "linear.yaml", "train.seed=1", "--out", out, "--device", "cpu")
+    code, text, err = call("probe", recipes / "linear.yaml", "train.seed=1", "--out", out, "--device", "cpu")
     assert code == 0, err
     assert text.splitlines()[-1] == str(out)
     assert "8 heads, 20 steps of 32, trained on 120 images, chosen on 40 held-out ones" in " ".join(text.split())
@@ -50,9 +33,9 @@ def test_a_probe_ends_with_heads_accuracies_and_its_folder(vitadel, recipes):
 
 
 @pytest.mark.slow
-def test_a_segmentation_ends_with_both_means_and_its_folder(vitadel, recipes):
+def test_a_segmentation_ends_with_both_means_and_its_folder(recipes):
     out = recipes / "run"
-    code, text, err = vitadel("probe", recipes / "masks.yaml", "--out", out, "--device", "cpu")
+    code, text, err = call("probe", recipes / "masks.yaml", "--out", out, "--device", "cpu")
     assert code == 0, err
     assert text.splitlines()[-1] == str(out)
     assert "per image (legacy)" in text
@@ -60,7 +43,7 @@ def test_a_segmentation_ends_with_both_means_and_its_folder(vitadel, recipes):
     low, high = clean["mean_iou_ci95"]
     assert f"{100 * clean['mean_iou']:.1f} ({100 * low:.1f} to {100 * high:.1f})" in text
     assert "2 heads in 20 steps of 16; then 12 test images of 16 x 16, 3 gradients each under pgd-3" in err
-    code, again, err = vitadel("probe", recipes / "masks.yaml", "--out", out, "--device", "cpu", "--resume", "--json")
+    code, again, err = call("probe", recipes / "masks.yaml", "--out", out, "--device", "cpu", "--resume", "--json")
     assert code == 0, err
     assert json.loads(again)["segmentation"]["clean"] == clean
 
@@ -78,9 +61,9 @@ def test_a_segmentation_ends_with_both_means_and_its_folder(vitadel, recipes):
         (["probe", "segmentation/shapes", "data.size=[30,32]"], "cannot be cut into patches"),
     ],
 )
-def test_user_errors_end_with_one_message(vitadel, tmp_path, words, message):
+def test_user_errors_end_with_one_message(tmp_path, words, message):
     out = [] if words[0] == "plan" else ["--out", tmp_path / "run"]
-    code, shown, err = vitadel(*words, *out, "--device", "cpu")
+    code, shown, err = call(*words, *out, "--device", "cpu")
     assert (code, shown) == (2, "")
     assert message in err
     assert "Traceback" not in err
