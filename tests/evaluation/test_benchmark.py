@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ import torchvision.datasets
 from torch import Tensor, nn
 
 import vitadel
+from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.attacks.registry import ATTACKS
 from vitadel.corruptions.constants import COMMON
 from vitadel.errors import UserError
 from vitadel.evaluation import benchmark as module
+from vitadel.types import Attack, Threat
 
 LEVELS = 20 + 24 * np.arange(10)  # gray levels of the classes; the borders between them are 12 away
 OFFSETS = (2, 13, 6, 2, 6, 2, 13, 2)  # 2: robust at 8/255; 6: correct only when clean; 13: wrong
@@ -69,6 +73,15 @@ def test_the_first_images_under_autoattack(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(data_dir)
+    asked: list[dict[str, Any]] = []
+
+    @wraps(autoattack)
+    def shorter(threat: Threat, **settings: Any) -> Attack:
+        """On a linear model the first steps decide."""
+        asked.append(settings)
+        return autoattack(threat, steps=10, targets=2, queries=50)
+
+    monkeypatch.setitem(ATTACKS, "autoattack", replace(ATTACKS["autoattack"], build=shorter))
     Path("model_info/cifar10/Linf").mkdir(parents=True)
     Path("model_info/cifar10/Linf/Ours2026Gray.json").write_text('{"link": "https://example.org", "eps": null}')
     found = vitadel.benchmark(
@@ -77,6 +90,7 @@ def test_the_first_images_under_autoattack(
         device="cpu",
     )  # fmt: skip
     assert found == (5 / 6, 3 / 6)
+    assert not any(asked), "AutoAttack with its own settings"
     assert capsys.readouterr().out.endswith("Clean accuracy: 83.33%\nAdversarial accuracy: 50.00%\n")
     info = json.loads(Path("model_info/cifar10/Linf/Ours2026Gray.json").read_text())
     expected = {"clean_acc": "83.33", "autoattack_acc": "50.00", "eps": "8/255", "link": "https://example.org"}

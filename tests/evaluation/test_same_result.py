@@ -25,6 +25,7 @@ AUDIT = [
     "--batch-size=8",
     "--attacks=fgsm,pgd-4(restarts=2),autoattack(steps=3,targets=2,queries=6)",
     "--eps=1/255",
+    "--no-precheck",  # its findings in several processes are compared by the command of the docs below
 ]  # without --device: processes must join on a machine without an accelerator, too
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -75,14 +76,11 @@ def test_several_processes_agree_with_one_byte_for_byte(tmp_path, undisturbed, p
 def test_the_command_of_the_docs_agrees_with_one_process_byte_for_byte(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "auditing.md").read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("torchrun "))
-    words = line.split()
-    launched = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    alone = [sys.executable, *words[words.index("-m") :]]
-    for name, command in (("launched", launched), ("alone", alone)):
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path / name)], env=ENVIRONMENT, capture_output=True, text=True, timeout=900
-        )
-        assert done.returncode == 0, done.stderr
+    words = [*line.split(), "--limit", "16"]  # fewer than the docs have
+    command = [sys.executable, "-m", "torch.distributed.run", *words[1:], "--out", str(tmp_path / "launched")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    start(program, *words[words.index("vitadel") + 1 :], "--out", str(tmp_path / "alone")).finish()
     assert outcome(tmp_path / "launched") == outcome(tmp_path / "alone")
 
 

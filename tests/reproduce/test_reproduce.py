@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from command_line import vitadel
+from new_processes import start
 from tiny_paper import PAPER, use_tiny_paper
 from vitadel.errors import UserError
 from vitadel.reporting.kinds.reproduce import _sizes, _values
@@ -143,17 +143,9 @@ def test_a_failed_row_does_not_stop_the_others_and_is_tried_again(tmp_path, monk
     assert cell(again, "short", "clean") == cell(found, "short", "clean")
 
 
-PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-CHILD = """
-import sys, pytest
-from pathlib import Path
-sys.path[:0] = [sys.argv[3], sys.argv[4]]
-from tiny_paper import use_tiny_paper
-from test_reproduce import reproduce
-patch = pytest.MonkeyPatch()
-use_tiny_paper(Path(sys.argv[1]), patch)
-reproduce(Path(sys.argv[2]))
-"""
+def reproduce_tiny_paper(folder: Path, out: Path) -> None:
+    use_tiny_paper(folder, pytest.MonkeyPatch())
+    reproduce(out)
 
 
 @pytest.mark.slow
@@ -162,12 +154,12 @@ def test_killed_and_resumed_gives_the_same_page(finished, tmp_path, monkeypatch)
     use_tiny_paper(folder, monkeypatch)
     out = tmp_path / "out"
     for moment in ("trainings/*/metrics.jsonl", "evaluations/*"):
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(folder), str(out), *PATHS])
+        child = start(reproduce_tiny_paper, folder, out)
         until = time.monotonic() + 900
-        while not list(out.glob(moment)) and child.poll() is None and time.monotonic() < until:
+        while not list(out.glob(moment)) and child.alive and time.monotonic() < until:
             time.sleep(0.02)
         child.send_signal(signal.SIGKILL)
-        child.wait()
+        child.finish(-signal.SIGKILL)
     assert reproduce(out) == found
     for file in ("command.json",):  # the words typed differ between the tests' processes
         shutil.copy(folder / "out" / file, out / file)
