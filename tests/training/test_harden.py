@@ -302,22 +302,24 @@ def test_another_tracker_by_name_gets_the_settings_and_every_step(tmp_path, monk
     assert list((tmp_path / "all" / "tracker").iterdir())
 
 
+TROUBLES = [
+    (OSError(28, "No space left on device"), r"no space left on the disk while writing .*tracker.*--resume"),
+    (ConnectionResetError(104, "reset by peer"), r"'wandb' cannot be reached: .*reset by peer.*--resume"),
+    (
+        requests.ConnectionError("Max retries exceeded"),
+        r"'wandb' cannot be reached: Max retries exceeded.*--resume",
+    ),
+    (ssl.SSLCertVerificationError(1, "verify failed"), r"'wandb' cannot be reached: .*verify failed"),
+    (OSError(24, "Too many open files"), r"cannot write .*tracker: .*Too many open files"),
+    (ValueError("no project"), r"'wandb' cannot be used: no project\. Correct it"),
+]
+# Every trouble at one moment, and one of each kind of error at the others.
+FAILURES = [("store_init_configuration", *trouble) for trouble in TROUBLES]
+FAILURES += [(moment, *trouble) for moment in ("log", "finish") for trouble in (TROUBLES[0], TROUBLES[-1])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trouble", "reported"),
-    [
-        (OSError(28, "No space left on device"), r"no space left on the disk while writing .*tracker.*--resume"),
-        (ConnectionResetError(104, "reset by peer"), r"'wandb' cannot be reached: .*reset by peer.*--resume"),
-        (
-            requests.ConnectionError("Max retries exceeded"),
-            r"'wandb' cannot be reached: Max retries exceeded.*--resume",
-        ),
-        (ssl.SSLCertVerificationError(1, "verify failed"), r"'wandb' cannot be reached: .*verify failed"),
-        (OSError(24, "Too many open files"), r"cannot write .*tracker: .*Too many open files"),
-        (ValueError("no project"), r"'wandb' cannot be used: no project\. Correct it"),
-    ],
-)
-@pytest.mark.parametrize("moment", ["store_init_configuration", "log", "finish"])
+@pytest.mark.parametrize(("moment", "trouble", "reported"), FAILURES)
 def test_a_tracker_that_fails_is_reported_and_the_training_goes_on_later(
     tmp_path, monkeypatch, trouble, reported, moment
 ):

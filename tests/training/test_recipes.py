@@ -379,10 +379,15 @@ def test_a_shipped_recipe_opens_with_what_one_wants_to_know(name):
         assert run[run.index("--row") + 1] in rows(name)
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def shipped():
+    """All shipped files as they are written."""
+    return {name: yaml.safe_load(source(name)) for name in shipped_recipes()}
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_a_shipped_recipe_says_its_own_things_only(name):
-    document = yaml.safe_load(source(name))
+def test_a_shipped_recipe_says_its_own_things_only(shipped, name):
+    document = shipped[name]
     base = "extends" not in document
     bases = (
         "light/imagenet",
@@ -399,6 +404,4 @@ def test_a_shipped_recipe_says_its_own_things_only(name):
     )
     assert base == (name in bases)
     assert "expected" in document or "ours, n =" not in texts(name)["expected"]  # a parent's numbers are not its own
-    assert document["about"] not in [
-        yaml.safe_load(source(other))["about"] for other in shipped_recipes() if other != name
-    ]
+    assert document["about"] not in [text["about"] for other, text in shipped.items() if other != name]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vitadel.corruptions.constants import COMMON, SEVERITIES
 from vitadel.corruptions.sequences import IMAGENET_SEQUENCES, NOISE_SEQUENCES
 from vitadel.errors import UserError
-from vitadel.evaluation.corruptions.perturbations import usual_sequences
+from vitadel.evaluation.corruptions.prediction_flips import usual_sequences
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.scores import (
     ALEXNET_CLEAN_ERROR,

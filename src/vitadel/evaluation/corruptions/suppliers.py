@@ -24,7 +24,7 @@ from vitadel.evaluation.corruptions.benchmark_files import (
     video_sequences,
 )
 from vitadel.evaluation.corruptions.corrupted_copy import usable_corruptions, versions
-from vitadel.evaluation.corruptions.perturbations import sequence_stage, usual_sequences, video_stage
+from vitadel.evaluation.corruptions.prediction_flips import sequence_stage, usual_sequences, video_stage
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import Origin, Predictions, PredictionSet, SequenceScores
 from vitadel.evaluation.corruptions.sizes import Sizes, first_readable
