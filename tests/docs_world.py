@@ -11,7 +11,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from hashlib import md5
 from pathlib import Path
@@ -38,6 +38,7 @@ from vitadel.attacks.registry import ATTACKS, PREFIXES
 from vitadel.diagnosis import examination
 from vitadel.evaluation.audit import protocols
 from vitadel.evaluation.stability import run as stability
+from vitadel.threat_levels import request as levels
 from vitadel.training.recipes import compose as recipes
 
 __all__ = ["FLAGS", "IN_SNIPPETS", "KEPT_FLAGS", "LISTED", "MOST", "NAMES", "TINY", "shrink"]
@@ -92,6 +93,11 @@ TINY: dict[str, dict[str, Any]] = {
 TENCH, GOOSE, STINGRAY = "n01440764", "n01855672", "n01498041"
 
 
+@dataclass(frozen=True)
+class ShortExtraction(levels.ThreatLevelsRequest):
+    extraction: tuple[int, int] = (EXAMINED, MOST)
+
+
 def shrink(world: Path, patch: pytest.MonkeyPatch) -> None:
     """Write the data below `world` and apply the tables."""
     _shrink_models(patch)
@@ -106,6 +112,7 @@ def shrink(world: Path, patch: pytest.MonkeyPatch) -> None:
     small = {name: replace(each, images=IMAGES, image_list=None) for name, each in protocols.protocols().items()}
     patch.setattr(protocols, "protocols", lambda: small)
     patch.setattr(stability, "StabilityRequest", partial(stability.StabilityRequest, training_steps=MOST))
+    patch.setattr(levels, "ThreatLevelsRequest", ShortExtraction)
 
 
 def _shrink_models(patch: pytest.MonkeyPatch) -> None:
