@@ -181,6 +181,8 @@ def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_pa
     assert same(weights(tmp_path / "run"), weights(folder))
     hours = json.loads((tmp_path / "run" / "time.json").read_text())["device_hours"]
     assert 0 < hours == torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["hours"]
+    again, whole = (json.loads((each / "time.json").read_text())["image_passes"] for each in (tmp_path / "run", folder))
+    assert again == whole > 0  # what was done twice counts once
 
 
 @pytest.mark.slow

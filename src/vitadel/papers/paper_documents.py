@@ -86,7 +86,13 @@ class Row(_Part):
     set: Mapping[str, Any] = {}
     after: Mapping[str, str] = {}
     """Settings of the recipe that name the result of another training: {key: recipe#row}."""
+    start_after: Mapping[str, Mapping[str, str]] = {}
+    """The same for the trainings that `after` names, by its keys: {key of after: {key: recipe#row}}."""
     choose: Choose | None = None
+    choose_start: Choose | None = None
+    """A setting of the trainings that `after` names."""
+    between: tuple[str, str] | None = None
+    """Two rows of TORA with one start: the fusion halfway between theirs, which is not trained."""
     model: str | None = None
     options: Mapping[str, Any] = {}
     vary: Mapping[str, Any] = {}
@@ -94,6 +100,11 @@ class Row(_Part):
     values: tuple[float | None, ...] = ()
     note: str | None = None
     needs: str | None = None
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether it is trained here, or made of what is."""
+        return self.train is not None or self.between is not None
 
 
 class Ordering(_Part):
@@ -198,8 +209,10 @@ class Item(_Part):
                 raise ValueError(f"{self.id}, row {row.id}: {len(row.values)} values for {len(columns)} columns")
             if not set(row.only or ()) <= set(columns):
                 raise ValueError(f"{self.id}, row {row.id}: only names a column that is not there")
-            if sum(each is not None for each in (row.train, row.model, row.needs)) == 0:
-                raise ValueError(f"{self.id}, row {row.id}: give train, model or needs")
+            if all(each is None for each in (row.train, row.between, row.model, row.needs)):
+                raise ValueError(f"{self.id}, row {row.id}: give train, between, model or needs")
+            if not set(row.between or ()) <= set(rows):
+                raise ValueError(f"{self.id}, row {row.id}: between names a row that is not there")
         for column in self.columns:
             if column.of is None and column.needs is None:
                 raise ValueError(f"{self.id}, column {column.id}: give the evaluation (of) or needs")

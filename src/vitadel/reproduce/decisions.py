@@ -51,7 +51,7 @@ def decide_all(item: Item, cells: Cells) -> dict[str, Any] | None:
     if experiment is None:
         return None
     said = {"question": experiment.question, "design": experiment.design, "known": experiment.known}
-    trained = {row.id for row in item.rows if row.train is not None}
+    trained = {row.id for row in item.rows if row.has_seeds}
     found = []
     for contrast in experiment.contrasts:
         scale = 100.0 if _percent(item, contrast) else 1.0

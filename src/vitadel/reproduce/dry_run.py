@@ -31,7 +31,15 @@ from vitadel.training.recipes.compose import compose
 from vitadel.training.starting_model import starting_model
 from vitadel.training.trainables.tora_parts import ToraParts
 
-_CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet": 1000, "shapes": 10, "flowers102": 102, "caltech101": 102}
+_CLASSES = {
+    "cifar10": 10,
+    "imagenette": 10,
+    "cifar100": 100,
+    "imagenet": 1000,
+    "shapes": 10,
+    "flowers102": 102,
+    "caltech101": 102,
+}
 _OTHER_CLASSES = 100  # of other data, until it is opened; only the size of the head depends on it
 _SIDE = 32  # pixels, for models that take images of any size
 
@@ -61,12 +69,13 @@ class DryRun:
         for job in table.jobs:
             if job.have is None:
                 with _errors_of(table, job):
-                    for training in [] if job.training is None else _chain(job.training):
+                    ends = [each for each in (job.training, job.other_end) if each is not None]
+                    for training in (each for end in ends for each in _chain(end)):
                         if training.name not in found:
                             found[training.name] = self._trained(training)
                     if job.training is None:
                         found[job.model_name] = self._given(job)
-                    _check_attacks(job, found[job.model_name])
+                    _check_attacks(job, found[job.model_name if job.training is None else job.training.name])
         return found
 
     def _trained(self, training: Training) -> Built:
@@ -76,7 +85,9 @@ class DryRun:
             for first in (_recipe(each).adapter for key, each in training.after if key == "adapter.start"):
                 adapter.check_start(cast(ToraParts, first).settings)
             adapter = replace(adapter, start=None, trade_off=None)  # phase 1 is not there yet: all parts are built
-        section = replace(recipe.model, weights="random" if is_timm_name(recipe.model.name) else None)
+        section = replace(
+            recipe.model, weights="random" if is_timm_name(recipe.model.name) else None, head_classes=None
+        )
         classes = count_classes(recipe.data.train)
 
         def build() -> Built:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,18 +34,29 @@ class Subject:
     training: Path | None = None
     heads: Callable[[str], Path] | None = None
     """The run folder of an evaluation of this name, a probe, with the head that it trained."""
+    other_end: str | None = None
+    """Another TORA of the same start: the model is the fusion halfway between both."""
 
     def target(self, evaluation: Evaluation, *, for_features: bool = False) -> Target:
         data = evaluation.data or self.data
         if data is None:
             raise UserError("neither the evaluation nor the training names test data")
         options = {**self.options, **evaluation.options}
+        if self.other_end is not None:
+            return self._halfway(self.other_end, data, options)
         if for_features:
             options = options_for_features(self.model, options)
         target = open_target(
             self.model, data, data_root=self.data_root, model_options=options or None, for_features=for_features
         )
         return target if evaluation.branch is None else _at_branch(target, evaluation.branch)
+
+    def _halfway(self, other_end: str, data: str, options: Mapping[str, Any]) -> Target:
+        from vitadel.evaluation.trade_off.candidates import open_candidates
+
+        ends = [self.model, other_end]
+        candidates = open_candidates(ends, data, data_root=self.data_root, model_options=options or None, knob=1)
+        return candidates[-1].target
 
 
 def _at_branch(target: Target, branch: str) -> Target:
@@ -72,7 +84,7 @@ def check_evaluation(evaluation: Evaluation, values: Sequence[str]) -> None:
 
         request_from(find_study(str(evaluation.name))[0], f"study {evaluation.name}", settings)
     if evaluation.run == "audit":
-        attacks = [value.removeprefix("paper:").removeprefix("clean_scaled:") for value in values if value != "clean"]
+        attacks = [re.sub(r"^(paper|clean_scaled|balance):", "", value) for value in values if value != "clean"]
         for attack in attacks:
             check_known("attack", attack, settings["attacks"], " of the evaluation")
 

@@ -132,12 +132,17 @@ class Job:
     test_data: str | None
     training: Training | None = None
     have: str | None = None
+    other_end: Training | None = None
+    """Of a row between two others: its model is halfway from `training` to this one."""
 
     @property
     def model_name(self) -> str:
         """Identifies the model among all jobs."""
         if self.have is not None:
             return f"{slug(self.row.id)}-given-s{self.seed}"
+        if self.training is not None and self.other_end is not None:
+            ends = {"ends": [self.training.name, self.other_end.name]}
+            return f"{slug(self.row.id)}-between{_digest(ends)}-s{self.seed}"
         return self.training.name if self.training is not None else slug(str(self.row.model))
 
     def evaluation_name(self, name: str) -> str:
@@ -177,8 +182,9 @@ class TableJobs:
             found.setdefault(training.name, training)
 
         for job in self.jobs:
-            if job.training is not None and job.have is None:
-                add(job.training)
+            for training in (job.training, job.other_end):
+                if training is not None and job.have is None:
+                    add(training)
         return list(found.values())
 
     def data_specs(self, job: Job) -> list[str]:
@@ -190,7 +196,7 @@ class TableJobs:
             specs += [section[key] for key in _DATA_KEYS if section.get(key)]
         training = job.training if job.have is None else None
         while training is not None:
-            section = compose(training.recipe, training.row, training.overrides)["data"]
+            section = _section(training)
             specs += [section[key] for key in _DATA_KEYS if section.get(key)]
             training = training.after[0][1] if training.after else None
         return list(dict.fromkeys(specs))
@@ -230,7 +236,7 @@ def table_jobs(request: TableRequest) -> TableJobs:
         job
         for row in rows
         if row.id not in lacking and any(column.of is not None for column in columns)
-        for seed in range((request.seeds or 1) if row.train is not None else 1)
+        for seed in range((request.seeds or 1) if row.has_seeds else 1)
         for job in [_job(item, row, seed, columns, request)]
     )
     return TableJobs(request, paper, item, rows, columns, jobs, lacking)
@@ -254,32 +260,59 @@ def _job(item: Item, row: Row, seed: int, columns: Sequence[Column], request: Ta
     evaluations = {**item.evaluations, **(small.evaluations if small else {})}
     used = dict.fromkeys(column.of for column in columns if column.of is not None)
     heads = dict.fromkeys(head for name in used if (head := evaluations[name].head) is not None)
-    filled = {name: _filled(evaluations[name], row.vary, request.data_root) for name in (*heads, *used)}
-    training = None
-    if small is not None and small.recipe is not None:
-        training = _small_training(small, row, seed, request)
-    elif row.train is not None:
-        training = _row_training(item, row, seed, request)
+    training = other_end = None
+    if row.between is not None:
+        training, other_end = (_training(item, item.row(each), seed, request) for each in row.between)
+    else:
+        training = _training(item, row, seed, request)
+    vary = dict(row.vary)
+    if item.experiment is not None and training is not None:
+        # For attackers who know how the defense is trained.
+        vary |= {"train": _section(training)["train"], "training": f"{training.recipe}:{training.row}"}
+    filled = {name: _filled(evaluations[name], vary, request.data_root) for name in (*heads, *used)}
     given = request.have.get(row.id, ())
     test = _test_data(item, training, request)
     texts = {name: _fill(value, row.vary) for name, value in values.items()}
-    return Job(row, seed, filled, texts, test, training, given[seed] if seed < len(given) else None)
+    return Job(row, seed, filled, texts, test, training, given[seed] if seed < len(given) else None, other_end)
+
+
+def _training(item: Item, row: Row, seed: int, request: TableRequest) -> Training | None:
+    small = item.small if request.small else None
+    if small is not None and small.recipe is not None:
+        return _small_training(small, row, seed, request)
+    return None if row.train is None else _row_training(item, row, seed, request)
+
+
+def _section(training: Training) -> dict[str, Any]:
+    section: dict[str, Any] = compose(training.recipe, training.row, training.overrides)["data"]
+    return section
 
 
 def _row_training(item: Item, row: Row, seed: int, request: TableRequest) -> Training:
     """The training of a row by its own recipe, in small with the changes of the small version."""
     small = item.small if request.small else None
-    shared = item.experiment is not None and item.experiment.shared_start
-    given = _given_data(request)
+    first = 0 if item.experiment is not None and item.experiment.shared_start else seed
+    data = compose(*_name(str(row.train)), row.set)["data"]["train"]
 
     def training(name: str, changes: Mapping[str, Any], seed: int) -> Training:
-        recipe, _, inner = name.partition("#")
+        recipe, inner = _name(name)
+        same = compose(recipe, inner, {})["data"]["train"] == data  # a start on other data keeps its own
+        given = _given_data(request) if same else {}
         return Training(recipe, inner, seed, _located(recipe, inner, {**changes, **given}, request.data_root))
 
-    start = small.set_start if small else {}
-    after = tuple((key, training(each, start, 0 if shared else seed)) for key, each in row.after.items())
+    def start(key: str, name: str) -> Training:
+        changes = small.set_start if small else {}
+        before = tuple((each, start("", other)) for each, other in row.start_after.get(key, {}).items())
+        return replace(training(name, changes, first), after=before, choose=row.choose_start if key else None)
+
     own = training(str(row.train), {**row.set, **(small.set if small else {})}, seed)
+    after = tuple((key, start(key, name)) for key, name in row.after.items())
     return replace(own, after=after, choose=row.choose)
+
+
+def _name(text: str) -> tuple[str, str]:
+    recipe, _, row = text.partition("#")
+    return recipe, row
 
 
 def _given_data(request: TableRequest) -> dict[str, Any]:
@@ -318,7 +351,7 @@ def _test_data(item: Item, training: Training | None, request: TableRequest) -> 
         if request.test_data is not None and not request.small:
             return request.test_data
         return None if item.test_data is None else below_root(item.test_data, request.data_root)
-    spec = compose(training.recipe, training.row, training.overrides)["data"].get("test")
+    spec = _section(training).get("test")
     return spec if spec is not None or item.test_data is None else below_root(item.test_data, request.data_root)
 
 

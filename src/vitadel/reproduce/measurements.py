@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vitadel.errors import UserError
 from vitadel.papers.paper_documents import Verb
+from vitadel.quantities import quantity_text
 from vitadel.runtime.run_folder import RunFolder
 from vitadel.statistics import bootstrap_mean, wilson
 
@@ -64,6 +65,9 @@ def _from_audit(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
     samples = _columns(folder / "samples.parquet")
     if value == "clean":
         return _share(samples["clean_correct"].astype(float), samples["index"])
+    if value.startswith("balance:"):  # the mean of clean and robust accuracy
+        held = samples[f"held:{value.removeprefix('balance:')}"]
+        return _mean((samples["clean_correct"].astype(float) + held) / 2, samples["index"])
     if not kind:
         return _share(samples[f"held:{attack}"].astype(float), samples["index"])
     entry = next(each for each in results["attacks"] if each["name"] == attack)
@@ -118,20 +122,48 @@ def _from_trade_off(folder: Path, results: Mapping[str, Any], value: str) -> Cel
 
 def _from_threat_levels(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
     """'tokens:ATTACK', the victim under an attack on the public backbone; 'bare:ATTACK', that backbone itself;
-    'cosine:NAME', the victim's features under the released attack on the public backbone."""
+    'cosine:NAME', the victim's features under the released attack on the public backbone; 'features:NAME', under the
+    attack on features of T2 in pixels. At the largest budget: 'level:LEVEL', correct under all attacks of a level;
+    'attack:LEVEL NAME', under one; 'control:NAME', a model that is no defense under all attacks of T2; 'clean', and
+    'correct:NAME' of such a model."""
     whose, _, what = value.partition(":")
-    if whose == "cosine":
-        rows = results["feature_levels"]["rows"]
-        row = next(each for each in rows if each["level"] == "T2" and not each["in_pixels"])
-        cosines = _columns(folder / "cosines.parquet")
-        column = next(name for name in cosines if name.startswith(f"T2 {row['attack']} at ") and name.endswith(what))
-        return _mean(cosines[column].astype(float), cosines["index"])
-    name = next(
-        each["name"] for each in results["attacks"] if (each["level"], each["attack"]) == ("T2", f"{what}, public")
-    )
+    if whose in ("cosine", "features"):
+        return _cosine(folder, results, whose == "features", what)
     samples = _columns(folder / "samples.parquet")
-    column = f"held:{name}" if whose == "tokens" else f"bare:{name}"
-    return _share(samples[column].astype(float), samples["index"])
+    if value == "clean":
+        return _share(samples["clean_correct"].astype(float), samples["index"])
+    largest = results["threat"]["eps"]
+    attacks = [each for each in results["attacks"] if each["in_pixels"] and each["eps"] == largest]
+    if whose == "level":
+        columns = [f"held:{each['name']}" for each in attacks if each["level"] == what]
+    elif whose == "correct":
+        columns = [f"correct:{what}"]
+    elif whose == "attack":
+        columns = [f"held:{each['name']}" for each in attacks if f"{each['level']} {each['attack']}" == what]
+    elif whose == "control":
+        judge = "bare:" if what == "no tokens" else f"control:{what}:"
+        columns = [f"{judge}{each['name']}" for each in attacks if each["level"] == "T2"]
+    else:
+        public = ("T2", f"{what}, public")
+        name = next(each["name"] for each in results["attacks"] if (each["level"], each["attack"]) == public)
+        columns = [f"held:{name}" if whose == "tokens" else f"bare:{name}"]
+    if not columns:
+        raise UserError(f"{folder} has no {value}: {', '.join(each['name'] for each in results['attacks'])}")
+    return _share(np.logical_and.reduce([samples[name] for name in columns]).astype(float), samples["index"])
+
+
+def _cosine(folder: Path, results: Mapping[str, Any], in_pixels: bool, name: str) -> Cell:
+    """Cosines under the attack of T2 on features: the released one, or that within the largest budget in pixels."""
+    rows = results["ladder"]["rows"] if "ladder" in results else results["feature_levels"]["rows"]
+    row = next(
+        each
+        for each in reversed(rows)
+        if each["level"] == "T2" and each["in_pixels"] == in_pixels and each["attack"].startswith("features")
+    )
+    cosines = _columns(folder / "cosines.parquet")
+    prefix = f"T2 {row['attack']} at {quantity_text(row['eps'])}"
+    column = next(each for each in cosines if each.startswith(prefix) and each.endswith(name))
+    return _mean(cosines[column].astype(float), cosines["index"])
 
 
 def _from_study(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
@@ -159,10 +191,12 @@ def _from_model(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
 
 
 def _from_training(folder: Path, value: str) -> Cell:
-    """'hours'; of logged steps 'FIELD:last20', a mean over the last; 'FIELD:sd100', their deviation; 'FIELD:first'."""
-    if value == "hours":
+    """'hours'; 'passes' of images, in millions; of logged steps 'FIELD:last20', a mean over the last; 'FIELD:sd100', their deviation; 'FIELD:first'."""
+    if value in ("hours", "passes"):
         file = folder / "time.json"  # not there if an earlier version trained it
-        return Cell(json.loads(file.read_text("utf-8"))["device_hours"] if file.exists() else None)
+        spent = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        passes = spent.get("image_passes")
+        return Cell(spent.get("device_hours") if value == "hours" else None if passes is None else passes / 1e6)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
     name, _, which = value.partition(":")
     steps = [row for row in rows if "epoch" not in row]

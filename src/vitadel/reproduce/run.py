@@ -113,8 +113,9 @@ class _Runner:
         return {"out": self.folder / kind / name, "resume": True, "show_progress": self.show_progress}
 
     def _run(self, job: Job) -> None:
-        if job.training is not None and job.have is None:
-            self._train(job.training)
+        for training in (job.training, job.other_end):
+            if training is not None and job.have is None:
+                self._train(training)
         for name, evaluation in job.evaluations.items():
             folder = self.folder / "evaluations" / job.evaluation_name(name)
             if not _is_finished(folder):
@@ -128,7 +129,8 @@ class _Runner:
         if job.training is None:
             return Subject(job.have or str(job.row.model), job.row.options, job.test_data, root, heads=heads)
         folder = Path(job.have) if job.have is not None else self.folder / "trainings" / job.training.name
-        return Subject(str(folder), {}, job.test_data, root, folder, heads)
+        end = None if job.other_end is None else str(self.folder / "trainings" / job.other_end.name)
+        return Subject(str(folder), {}, job.test_data, root, folder, heads, end)
 
     def _head_of(self, job: Job) -> Callable[[str], Path]:
         return lambda name: self.folder / "evaluations" / job.evaluation_name(name)
@@ -190,11 +192,12 @@ def _cell(job: Job, column: Column, folder: Path) -> Cell:
             return Cell(None)
         place = Path(job.have) if job.have is not None else folder / "trainings" / job.training.name
     cell = read_cell(evaluation.run, place, job.values[column.id])
-    if job.values[column.id] == "hours" and job.training is not None and job.training.after:
-        starts = [read_cell("training", folder / "trainings" / each.name, "hours") for _, each in job.training.after]
-        hours = [each.value for each in (cell, *starts)]
+    value = job.values[column.id]
+    if value in ("hours", "passes") and job.training is not None and job.training.after:
+        starts = [read_cell("training", folder / "trainings" / each.name, value) for _, each in job.training.after]
+        spent = [each.value for each in (cell, *starts)]
         # A given run does not say what its start took.
-        return Cell(None if job.have is not None or None in hours else sum(each or 0.0 for each in hours))
+        return Cell(None if job.have is not None or None in spent else sum(each or 0.0 for each in spent))
     return cell
 
 

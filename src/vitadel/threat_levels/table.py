@@ -66,7 +66,9 @@ class ThreatLevelTable:
     by_victim: dict[tuple[str, float], Tensor] = field(default_factory=dict)  # of the first set, if a bank is judged
     rows: list[dict[str, Any]] = field(default_factory=list)
     controls: list[dict[str, Any]] = field(default_factory=list)
-    bare: dict[str, Tensor] = field(default_factory=dict)  # columns of verdicts on the backbone without tokens
+    bare: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # columns of verdicts on the backbone without tokens, controls
     cosines: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     correct: dict[str, Tensor] = field(default_factory=dict)  # of other models than the victim, on clean images
 
@@ -94,8 +96,8 @@ class ThreatLevelTable:
             if records and f"right:{name}" in records[0]:
                 right = clean & _over_all(records, f"right:{name}", exposed)
                 self.controls.append(self._control(name, attack, eps, right))
-                if name == NO_TOKENS:
-                    self.bare[f"bare:{attack_name(row)}"] = right
+                judge = "bare:" if name == NO_TOKENS else f"control:{name}:"
+                self.bare[f"{judge}{attack_name(row)}"] = right
         return robust
 
     def _bank(self) -> list[Tensor]:
@@ -159,7 +161,8 @@ class ThreatLevelTable:
 
     def samples(self) -> bytes:
         held = {attack_name(row): self.robust[_key(row)] for row in self.rows}
-        return samples_table(replace(self.verdicts, held=held), self.bare)
+        clean = {f"correct:{name}": each for name, each in self.correct.items()}
+        return samples_table(replace(self.verdicts, held=held), self.bare | clean)
 
 
 def threat_level_results(target: Target, table: ThreatLevelTable, settings: Mapping[str, Any]) -> dict[str, Any]:

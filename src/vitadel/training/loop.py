@@ -46,6 +46,7 @@ from vitadel.training.interfaces import (
     HasOwnMetric,
 )
 from vitadel.training.metrics import track
+from vitadel.training.pass_counter import count_image_passes
 from vitadel.training.recipes.training_sections import OptimizerSection
 from vitadel.training.training_state import TrainingState, average_statistics, find_checkpoint, restore, save_checkpoint
 from vitadel.types import Attack, Ensemble
@@ -76,7 +77,9 @@ def train(state: TrainingState, accelerator: Accelerator, optimizer: torch.optim
             if state.step % state.steps_per_epoch == 0:
                 _start_epoch(state)
             state.record_bad(batch)
-            trainer.take_step(batch)
+            with count_image_passes(state.model) as passes:
+                trainer.take_step(batch)
+            state.passes = None if state.passes is None or passes is None else state.passes + passes.count
             epoch_ends = state.step % state.steps_per_epoch == 0
             saves = epoch_ends or trainer.interrupted or state.step % state.recipe.train.checkpoint_every == 0
             if saves:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from vitadel.training.sharding import Sharded
 
 TIME = "time.json"
-"""How many hours a training took up to its last checkpoint, validations included, summed over its devices."""
+"""How many hours a training took up to its last checkpoint, validations included, summed over its devices; and how many
+images passed through the model in its steps."""
 
 _BAD_IMAGES = "partial/unreadable"
 _NAMED = 1000  # images whose names a resumed run must find again
@@ -64,6 +65,7 @@ class TrainingState:
     back_to: int | None = None  # the epoch whose weights the model has again
     logged: dict[str, float] = field(default_factory=dict)
     hours: float = 0.0  # that its checkpoint took; what was done again after a kill counts once
+    passes: int | None = 0  # of images in all steps of this process; None if they cannot be counted
     started: float = field(default_factory=time.monotonic)
     sharded: Sharded | None = None  # with train.fsdp
 
@@ -179,6 +181,7 @@ def save_checkpoint(state: TrainingState, optimizer: Any, accelerator: Accelerat
         checkpoint = {
             "step": state.step,
             "hours": state.hours,
+            "passes": state.passes,
             "recipe": deciding(state.recipe.document),
             "images": state.images,
             "model": state.recipe.adapter.state(model),
@@ -191,7 +194,9 @@ def save_checkpoint(state: TrainingState, optimizer: Any, accelerator: Accelerat
             "stopped": state.stopped,
         }
         # Before the checkpoint: after the last one nothing would write it again.
-        write_json(state.folder / TIME, {"device_hours": state.hours, "processes": state.processes.count})
+        passes = None if state.passes is None else state.passes * state.processes.count
+        spent = {"device_hours": state.hours, "processes": state.processes.count, "image_passes": passes}
+        write_json(state.folder / TIME, spent)
         write_checkpoint(state.folder, checkpoint, secret=state.recipe.adapter.secret)
     state.processes.wait()
 
@@ -209,6 +214,7 @@ def restore(state: TrainingState, optimizer: Any, accelerator: Accelerator, chec
         if isinstance(plugin, Stateful):
             plugin.load(checkpoint["plugins"][name])
     state.step, state.hours = checkpoint["step"], checkpoint.get("hours", 0.0)
+    state.passes = checkpoint.get("passes")  # not counted by earlier versions
     state.best = None if checkpoint["best"] is None else Score(*checkpoint["best"])
     state.best_epoch, state.stopped = checkpoint["best_epoch"], checkpoint["stopped"]
     state.report(f"resuming after step {state.step}")
