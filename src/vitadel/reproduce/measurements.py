@@ -191,7 +191,8 @@ def _from_model(folder: Path, results: Mapping[str, Any], value: str) -> Cell:
 
 
 def _from_training(folder: Path, value: str) -> Cell:
-    """'hours'; 'passes' of images, in millions; of logged steps 'FIELD:last20', a mean over the last; 'FIELD:sd100', their deviation; 'FIELD:first'."""
+    """'hours'; 'passes' of images, in millions; of logged steps 'FIELD:last20', a mean over the last; 'FIELD:sd100',
+    their deviation; 'FIELD:first'."""
     if value in ("hours", "passes"):
         file = folder / "time.json"  # not there if an earlier version trained it
         spent = json.loads(file.read_text("utf-8")) if file.exists() else {}
