@@ -186,6 +186,21 @@ def test_a_changed_rule_changes_the_checksum_and_so_the_run():
     assert (*PAPERS, SETTLE) == DOCUMENTS
 
 
+def test_runs_are_not_given_for_rows_that_are_made_of_others():
+    with pytest.raises(UserError, match=r"made of tora-0.1 and tora-0.5, not trained"):
+        table_jobs(TableRequest(table="settle/tora", have={"halfway-0.3": ("runs/x",)}))
+
+
+def test_a_row_between_two_others_takes_both_trainings():
+    jobs = table_jobs(TableRequest(table="settle/tora", seeds=2, rows=("halfway-0.3",), columns=("balance",)))
+    assert [job.seed for job in jobs.jobs] == [0, 1]
+    first = jobs.jobs[0]
+    assert (first.training.row, first.other_end.row) == ("tora-0.1", "tora-0.5")
+    assert first.training.after == first.other_end.after  # one phase 1
+    assert len({job.model_name for job in jobs.jobs}) == 2
+    assert {"tora-0.1", "tora-0.5", "tora"} == {each.row for each in jobs.trainings()}
+
+
 @pytest.mark.parametrize("table", EXPERIMENTS)
 def test_every_experiment_says_what_decides_it(table):
     item = find_item(table)[1]

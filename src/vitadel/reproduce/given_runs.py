@@ -47,7 +47,12 @@ def _check(job: Job, folder: Path, folders: Path) -> None:
     had = deciding(parse_recipe(recipe.read_text("utf-8"), str(recipe)))
     if "amp_dtype" not in wanted["train"]:  # then any precision will do, and a GPU has its own
         had.pop("train.amp_dtype", None)
-    differences = _differences(_comparable(deciding(wanted)), _comparable(translate_settings(had)))
+    chosen = "" if training.choose is None else training.choose.key  # which the user chose in some way
+    differences = [
+        each
+        for each in _differences(_comparable(deciding(wanted)), _comparable(translate_settings(had)))
+        if not chosen or not each.startswith(f"{chosen}:")
+    ]
     if differences:
         shown = differences[:_MOST_SHOWN]
         more = len(differences) - len(shown)

@@ -247,6 +247,10 @@ def _check_have(request: TableRequest, item: Item) -> None:
     for name, runs in request.have.items():
         if request.rows is not None and name not in request.rows:
             raise UserError(f"--have {name}={runs[0]} is not used: --rows leaves out {name}. Add it there, or drop it.")
+        if (ends := item.row(name).between) is not None:
+            raise UserError(
+                f"--have {name}={runs[0]}: this row is made of {ends[0]} and {ends[1]}, not trained; give runs of these"
+            )
         places = (request.seeds or 1) if item.row(name).train is not None else 1
         if len(runs) > places:
             why = f"give --seeds {len(runs)}" if item.row(name).train is not None else "others have trained its model"
