@@ -133,7 +133,7 @@ def _draw_plane(found: Mapping[str, Any], asked: Mapping[str, Any]) -> Picture |
             color=COLORS["worst"],
         )
         for name, x, y, _ in points:
-            axes.annotate(name, (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8)
+            axes.annotate(name, (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8, color=COLORS["ink"])
         axes.set_xlabel(titles[asked["x"]])
         axes.set_ylabel(titles[asked["y"]])
         style_axes(axes)
