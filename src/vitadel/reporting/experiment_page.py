@@ -19,7 +19,7 @@ def summary(found: Mapping[str, Any]) -> str:
     experiment = found["experiment"]
     primary = [entry for entry in experiment["contrasts"] if entry["primary"]]
     counts = Counter(entry["verdict"] for entry in primary)
-    said = listed([f"{counts[word]} {word}" for word in ("confirmed", "refuted", "cannot be told") if counts[word]])
+    said = listed([f"{counts[word]} {word}" for word in ("confirmed", "refuted", "undecided") if counts[word]])
     failed = f" {len(found['errors'])} rows failed." if found["errors"] else ""
     where = f" In small: {found['small']}." if found["small"] else ""
     of = f"{len(primary)} primary contrast{'s' * (len(primary) > 1)}"

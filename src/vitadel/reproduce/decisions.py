@@ -20,7 +20,7 @@ from vitadel.papers.paper_documents import Item
 from vitadel.reproduce.measurements import Cell
 from vitadel.statistics import bootstrap_mean, student_quantile
 
-CONFIRMED, REFUTED, OPEN = "confirmed", "refuted", "cannot be told"
+CONFIRMED, REFUTED, OPEN = "confirmed", "refuted", "undecided"
 _ROUNDS = 10_000  # of the bootstrap: its tails are those of several comparisons
 
 Cells = Mapping[tuple[str, str], Sequence[Cell]]
