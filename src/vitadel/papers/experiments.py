@@ -13,8 +13,8 @@ RULE = (
     "Of each seed, the difference of every test image is averaged. The estimate is the mean over seeds. Its interval "
     "has two parts: a paired bootstrap over images (their differences averaged over seeds), and Student's interval of "
     "the seeds' means. Both half widths are added as squares. {kinds} Confirmed: the whole interval lies above 0. "
-    "Refuted: otherwise, if the whole interval lies below what would be worth it. Undecided: anything else, and whatever "
-    "has fewer than two seeds."
+    "Refuted: otherwise, if the whole interval lies below what would be worth it. Undecided: anything else, and "
+    "whatever has fewer than two seeds."
 )
 
 
