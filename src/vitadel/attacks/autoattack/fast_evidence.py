@@ -248,7 +248,7 @@ class FastEvidence:
                 f"{self.sentinels} robust samples are too few to exclude masked gradients"
                 if self.ahead == 0
                 else f"Square came closer to the boundary than the gradients on {self.ahead} of {self.sentinels} "
-                "samples, too few to tell"
+                "samples, too few to judge"
             )
         return [doubt for doubt in doubts if doubt not in self.signs]
 
