@@ -7,6 +7,7 @@ import html
 import pytest
 
 from docs_world import shrink
+from vitadel.evaluation.stability import run as stability
 from vitadel.papers.paper_documents import PAPERS, SETTLE, find_item, read_paper
 from vitadel.reporting.page import write_report
 from vitadel.reproduce import evaluations
@@ -16,6 +17,7 @@ from vitadel.runtime.distributed import join_processes
 
 TABLES = [f"{paper}/{item.id}" for paper in PAPERS for item in read_paper(paper).items if item.small]
 IMAGES = 6
+STABILITY = stability.StabilityRequest
 
 
 @pytest.mark.slow
@@ -56,6 +58,7 @@ def test_an_experiment_runs_to_its_end_in_small(name, tmp_path, monkeypatch):
     read = evaluations.read_settings
     monkeypatch.setattr(evaluations, "read_settings", lambda settings: {**read(settings), **_smaller(settings)})
     data = {"train_data": "shapes@train", "test_data": "shapes@test"} if name in ("afat", "light", "five") else {}
+    monkeypatch.setattr(stability, "StabilityRequest", STABILITY)  # a document names its fields
     monkeypatch.setattr("vitadel.reproduce.run.check_files", lambda table: None)
     monkeypatch.setattr("vitadel.reproduce.jobs.find_item", _with_fewer_choices)
     jobs = table_jobs(TableRequest(table=f"{SETTLE}/{name}", small=True, seeds=1, rows=ROWS[name], **data))
