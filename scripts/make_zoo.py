@@ -16,17 +16,18 @@ import argparse
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 
 import vitadel
 from vitadel.adapters.tora.tora_files import save_tora
 from vitadel.adapters.tora.tora_vit import Tora
-from vitadel.backbones.checkpoints import write_checksums
+from vitadel.backbones.checkpoints import save_classifier, write_checksums
 from vitadel.statistics import wilson
 from vitadel.training.recipes.compose import compose, texts
 
@@ -51,6 +52,7 @@ class Entry:
     attacks: tuple[str, ...] = ("pgd-100", "aas+pgd-100", "autoattack-fast")
     slow: tuple[str, ...] = ()  # audited after them, on the same images
     images: int = 200
+    half: bool = False  # store the weights in half precision: a package should stay small
 
     def document(self) -> dict[str, Any]:
         """The recipe, or its last row."""
@@ -75,6 +77,9 @@ ENTRIES = {
     "cifar10-fast-at": on_cifar10("cifar10-tiny/fast-at"),
     "cifar10-trades": on_cifar10("cifar10-tiny/trades"),
     "cifar10-aas-at": on_cifar10("cifar10-tiny/aas-at"),
+    "cifar10-robust": replace(
+        on_cifar10("cifar10-tiny/pretrained"), settings=(), attacks=("pgd-20", "autoattack-fast"), half=True
+    ),
 }
 
 
@@ -91,6 +96,8 @@ def train(name: str, entry: Entry, overrides: list[str], data_root: str | None) 
     model = vitadel.open_model(str(out))
     if isinstance(model, Tora):
         save_tora(model, ZOO / f"{name}.safetensors", {"model": entry.document()["model"]["name"]})
+    elif entry.half:
+        save_classifier(model, ZOO / f"{name}.safetensors", torch.float16)
     else:
         shutil.copyfile(out / "weights" / "best.safetensors", ZOO / f"{name}.safetensors")
     write_checksums(ZOO)

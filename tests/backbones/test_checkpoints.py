@@ -17,7 +17,16 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitadel.backbones.checkpoints import fit_to, load_strict, read_checkpoint, read_metadata
+from vitadel.backbones.checkpoints import (
+    build_classifier,
+    fit_to,
+    load_classifier,
+    load_strict,
+    read_checkpoint,
+    read_metadata,
+    save_classifier,
+)
+from vitadel.backbones.record import ModelRecord
 from vitadel.errors import UserError
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.tensor([1.0, 2.0])}
@@ -248,6 +257,17 @@ def test_half_precision_weights_are_loaded_and_noted() -> None:
     assert load_strict(target, weights, "w.pt").notes == ("weights stored as float16",)
     expected = {key: value.half().float() for key, value in source.state_dict().items()}
     assert same(target.state_dict(), expected)
+
+
+def test_a_classifier_saved_in_half_precision_is_read_as_its_rounded_weights(tmp_path: Path) -> None:
+    model = build_classifier(ModelRecord("vit_tiny_patch16_224", 10, KWARGS, input_size=(32, 32)))
+    save_classifier(model, tmp_path / "whole.safetensors")
+    save_classifier(model, tmp_path / "half.safetensors", torch.float16)
+    rounded = {key: value.half().float() for key, value in model.backbone.state_dict().items()}
+    assert same(load_classifier(tmp_path / "half.safetensors").backbone.state_dict(), rounded)
+    whole, half = (os.path.getsize(tmp_path / f"{name}.safetensors") for name in ("whole", "half"))
+    assert 0.5 < half / whole < 0.6
+    assert same(load_classifier(tmp_path / "whole.safetensors").backbone.state_dict(), model.backbone.state_dict())
 
 
 # --- what does not fit

@@ -192,14 +192,16 @@ def read_record(path: str | Path) -> ModelRecord | None:
     return None if text is None else ModelRecord.from_json(text, str(path))
 
 
-def save_classifier(classifier: Classifier, path: str | Path) -> None:
+def save_classifier(classifier: Classifier, path: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write weights and record as one safetensors file, atomically.
 
-    Keys are those of the backbone, so that timm reads the file too.
+    Keys are those of the backbone, so that timm reads the file too. `dtype`: how floating-point weights are stored;
+    loading makes float32 of half precision again.
     """
     # Copies: safetensors refuses tensors that share memory, as tied weights do.
     weights = {
-        key: value.detach().cpu().clone().contiguous() for key, value in classifier.backbone.state_dict().items()
+        key: (value.to(dtype) if dtype and value.is_floating_point() else value).detach().cpu().clone().contiguous()
+        for key, value in classifier.backbone.state_dict().items()
     }
     metadata = {_METADATA_KEY: classifier.record.to_json()}
     write_atomically(Path(path), safetensors.torch.save(weights, metadata=metadata))
