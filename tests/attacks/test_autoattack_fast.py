@@ -213,7 +213,7 @@ def test_given_up_samples_are_attacked_after_all_if_an_audited_one_is_broken(bro
         last = stage.places >= 400 - broken
         return last if stage.name == "search" else stage.places == 100
 
-    stages = drive(AutoAttackFast(Linf(0.1), escalate=False), breaks, 400, **info)
+    stages = drive(AutoAttackFast(Linf(0.1), escalate=False, most_missed=1.0), breaks, 400, **info)
     assert [stage.name for stage in stages[:2]] == ["search", "whole-search" if again else "probe"]
     if again:
         assert torch.equal(stages[1].places, torch.arange(100, 370))
@@ -229,7 +229,17 @@ def test_given_up_samples_are_attacked_after_all_if_targets_break_what_other_los
     fell = torch.where(place < 50, STAGES.index("cross-entropy"), -1)
     fell[50 : 50 + targeted] = STAGES.index("nearest targets")
     info = {"given_up": place >= 200, "audited": place >= 380, "fell_in": fell}
-    stages = drive(AutoAttackFast(Linf(0.1), escalate=False), lambda stage: fell[stage.places] >= 0, 400, **info)
+    fast = AutoAttackFast(Linf(0.1), escalate=False, most_missed=1.0)
+    stages = drive(fast, lambda stage: fell[stage.places] >= 0, 400, **info)
+    assert (stages[1].name == "whole-search") == again
+
+
+@pytest.mark.parametrize(("n", "again"), [(400, True), (4000, False)])
+def test_given_up_samples_are_attacked_after_all_if_too_few_were_audited_for_a_narrow_bound(n, again):
+    """With none of 8 % broken, about 3 / 0.08 samples may be missed: more than 2 % of 400, less than 2 % of 4,000."""
+    place = torch.arange(n)
+    info = {"given_up": place >= n // 2, "audited": place >= n - round(0.08 * n / 2)}
+    stages = drive(AutoAttackFast(Linf(0.1), escalate=False), nothing, n, **info)
     assert (stages[1].name == "whole-search") == again
 
 

@@ -118,7 +118,7 @@ def test_a_sample_without_a_gradient_is_never_given_up():
     assert not searched(fast, Flat(), x, y, range(3))["given_up"].any()
 
 
-@pytest.mark.parametrize("name", ["least_chance", "audited_share"])
+@pytest.mark.parametrize("name", ["least_chance", "audited_share", "most_missed"])
 def test_shares_outside_0_and_1_are_refused(name):
     with pytest.raises(UserError, match=f"{name} of autoattack-fast must lie between 0 and 1, got 1.5"):
         AutoAttackFast(Linf(0.1), **{name: 1.5})

@@ -87,8 +87,9 @@ class AutoAttackFast:
     `sentinel_queries`. Without `escalate` an alarm remains a warning.
 
     After the runs towards the nearest targets, samples that the later stages break with less than `least_chance` are
-    given up, but for a random `audited_share` of them, which shows how many are missed. If these are too many, all are
-    attacked to the end. With a `least_chance` of 0 none is given up.
+    given up, but for a random `audited_share` of them, which shows how many are missed. If these are too many, or the
+    bound on the missed share is above `most_missed`, all are attacked to the end: always in small audits, whose bound
+    is wide. With a `least_chance` of 0 none is given up.
     """
 
     threat: Threat
@@ -105,6 +106,7 @@ class AutoAttackFast:
     escalate: bool = True
     least_chance: float = 0.01
     audited_share: float = 0.08
+    most_missed: float = 0.02
     reaches: tuple[tuple[float, int], ...] = field(default=_REACHES, kw_only=True)
     ensemble: Callable[[Threat], WorstOf] = field(default=autoattack, kw_only=True)
 
@@ -113,7 +115,7 @@ class AutoAttackFast:
         if small:
             name, value = next(iter(small.items()))
             raise UserError(f"{name} of autoattack-fast must be at least 1, got {value}")
-        for name in ("least_chance", "audited_share"):
+        for name in ("least_chance", "audited_share", "most_missed"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} of autoattack-fast must lie between 0 and 1, got {getattr(self, name):g}")
 
@@ -133,7 +135,8 @@ class AutoAttackFast:
         results = {SEARCH: (yield Stage(SEARCH, self.search, every))}
         correct = every[~results[SEARCH].fooled]
         first = FastEvidence(results)
-        if first.gave_up_too_many and not (self.escalate and first.signs):  # else all of AutoAttack runs anyway
+        too_many = first.gave_up_too_many or first.missed_at_most > self.most_missed * first.attacked
+        if too_many and not (self.escalate and first.signs):  # else all of AutoAttack runs anyway
             # With the same random numbers, so as if these samples had not been given up.
             info = results[SEARCH].info
             places = every[info["given_up"] & ~info["audited"]]

@@ -124,9 +124,14 @@ class FastEvidence:
         return missed > _TOLERATED * self.attacked or near > max(1, _TARGETED * open_to_them)
 
     @property
+    def searched_whole(self) -> bool:
+        """Whether the given-up samples were attacked to the end after all."""
+        return WHOLE_SEARCH in self.results
+
+    @property
     def missed_at_most(self) -> int:
         """One-sided 95 % bound on the samples that were given up and would have been broken."""
-        if WHOLE_SEARCH in self.results:
+        if self.searched_whole:
             return 0
         most = total_broken(self.given_up, self.audited, self.broken_by_audit, _MISSED)[1]
         return most - self.broken_by_audit

@@ -176,8 +176,9 @@ def given_up_of(members: Sequence[MemberResult], n: int) -> dict[str, Any]:
         f"{evidence.given_up} images were given up as far from every boundary. {evidence.audited} of them, drawn at "
         f"random, were attacked to the end, and {found} were broken"
     )
-    if evidence.gave_up_too_many:
-        sentence += ". Runs towards targets break too many, so all were attacked to the end after all."
+    if evidence.searched_whole:
+        why = "Runs towards targets break too many" if evidence.gave_up_too_many else "So few bound little"
+        sentence += f". {why}, so all were attacked to the end after all."
     else:
         sentence += f": at most {100 * most / n:.1f} points are missed by giving up (one-sided 95 % bound)."
     return {

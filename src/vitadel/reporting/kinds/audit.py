@@ -45,21 +45,18 @@ def audit_sentence(run: Run) -> str:
         kind = "attack" if within == run.attacks else "attack within the budget"
         return f"{sentence}no {kind} {what}, so robustness is not known.{_other_threats(run)}"
     names = listed([entry["name"] for entry in within])
+    missed = _missed(within[-1], "; {} by giving images up")
     share = "none of them is robust" if worst["held"] == 0 else f"{percent(worst['robust_accuracy'])} still are"
     return (
         f"{sentence}under {names} with {threat_text(run)}, seed {run.results.get('seed')}, "
-        f"{share} (95 % interval {interval_text(worst['ci95'])}{_missed(within)}).{_looks(run)}{_other_threats(run)}"
+        f"{share} (95 % interval {interval_text(worst['ci95'])}{missed}).{_looks(run)}{_other_threats(run)}"
     )
 
 
-def _missed(entries: Sequence[Mapping[str, Any]]) -> str:
-    """What the last attack missed at most by giving images up; empty if it gave up none."""
-    found = entries[-1].get("given_up")
-    return f"; {missed_text(found)} by giving images up" if found else ""
-
-
-def missed_text(found: Mapping[str, Any]) -> str:
-    return f"at most {100 * found['missed_share_at_most']:.1f} points missed"
+def _missed(entry: Mapping[str, Any], text: str = "{}") -> str:
+    """What an attack missed at most by giving images up, as part of a text; empty if all were attacked to the end."""
+    share = entry.get("given_up", {}).get("missed_share_at_most")
+    return text.format(f"at most {100 * share:.1f} points missed") if share else ""
 
 
 def _looks(run: Run) -> str:
@@ -315,8 +312,8 @@ def _accuracy_table(run: Run, console: Console) -> Table:
     add("clean", clean["accuracy"], clean["ci95"])
     for entry in results["attacks"]:
         add(entry["name"], entry["robust_accuracy"], entry["ci95"], _cost_texts(entry))
-        if found := entry.get("given_up"):
-            table.add_row("", "", missed_text(found))
+        if missed := _missed(entry):
+            table.add_row("", "", missed)
         for member in entry.get("members", ()):
             broke = f"broke {member['broken']} of {member['attacked']}"
             table.add_row(f"[dim]  {escape(member['name'])}[/]", "", f"[dim]{broke}[/]", "", *_cost_texts(member))
