@@ -12,6 +12,7 @@ from toys import TinyNet, images
 from vitadel.attacks.autoattack.best_points import Progress
 from vitadel.attacks.autoattack.fast import AutoAttackFast
 from vitadel.attacks.autoattack.prospects import FEATURES, INTERCEPT, WEIGHTS, chance_of, features_of
+from vitadel.attacks.parse import make
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes
@@ -122,3 +123,8 @@ def test_a_sample_without_a_gradient_is_never_given_up():
 def test_shares_outside_0_and_1_are_refused(name):
     with pytest.raises(UserError, match=f"{name} of autoattack-fast must lie between 0 and 1, got 1.5"):
         AutoAttackFast(Linf(0.1), **{name: 1.5})
+
+
+def test_the_whole_search_has_a_name():
+    assert make("autoattack-fast(least_chance=0)", eps=0.1, norm="linf").least_chance == 0
+    assert make("autoattack-fast(most_missed=0)", eps=0.1, norm="linf").most_missed == 0

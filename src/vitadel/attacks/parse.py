@@ -23,7 +23,10 @@ _PREFIX = re.compile(r"^(?P<name>[a-z][a-z-]*)(?::(?P<value>[^()]+))?(?:\((?P<se
 _FOREIGN = re.compile(r"^(?P<base>(?:torchattacks|foolbox|art|python):[\w.:]+)(?:\((?P<settings>.*)\))?$")
 _LARGEST = 1_000_000  # more steps would not end, and larger numbers overflow single precision
 _FLAGS = ("paper_style",)  # true or false, where leaving it out means neither
-_MAY_BE_ZERO = ("decay", "weight", "target", "psnr", "side", "alpha", "layer", "noise", "probability", "tokens")
+_MAY_BE_ZERO = (
+    *("decay", "weight", "target", "psnr", "side", "alpha", "layer", "noise", "probability", "tokens"),
+    *("least_chance", "audited_share", "most_missed"),
+)
 
 
 @dataclass(frozen=True)

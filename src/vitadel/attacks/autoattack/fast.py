@@ -111,11 +111,14 @@ class AutoAttackFast:
     ensemble: Callable[[Threat], WorstOf] = field(default=autoattack, kw_only=True)
 
     def __post_init__(self) -> None:
-        small = {name: value for name, value in vars(self).items() if type(value) is int and value < 1}
+        shares = ("least_chance", "audited_share", "most_missed")
+        small = {
+            name: value for name, value in vars(self).items() if type(value) is int and value < 1 and name not in shares
+        }
         if small:
             name, value = next(iter(small.items()))
             raise UserError(f"{name} of autoattack-fast must be at least 1, got {value}")
-        for name in ("least_chance", "audited_share", "most_missed"):
+        for name in shares:
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} of autoattack-fast must lie between 0 and 1, got {getattr(self, name):g}")
 
