@@ -63,7 +63,7 @@ docs: $(VENV)/.ready-docs ## build the documentation site into build/site
 	$(BIN)/mkdocs build --strict --quiet
 
 zoo: setup ## train the shipped models again (hours; CIFAR-10 below data/)
-	for name in shapes-ordinary shapes-pgd-at shapes-trades shapes-trades-awp shapes-mart shapes-tora cifar10-standard cifar10-fast-at cifar10-trades cifar10-aas-at; do $(BIN)/python scripts/make_zoo.py $$name || exit 1; done
+	for name in shapes-ordinary shapes-pgd-at shapes-trades shapes-trades-awp shapes-mart shapes-tora cifar10-standard cifar10-fast-at cifar10-trades cifar10-aas-at cifar10-robust; do $(BIN)/python scripts/make_zoo.py $$name || exit 1; done
 
 clean: ## remove the environment and caches, keep runs/
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site
