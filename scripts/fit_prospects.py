@@ -14,14 +14,13 @@ of the images. A MODEL of small:NAME is one of `small_models.py`. --data names o
 from __future__ import annotations
 
 import argparse
-import re
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from cases import Case
 from numpy.typing import NDArray
 from small_models import SmallModel, balanced_eps, small_model
 
@@ -37,32 +36,10 @@ from vitadel.quantities import read_quantity
 from vitadel.runtime.rng import SampleRNG
 from vitadel.two_phase import total_broken
 
-_CASE = re.compile(r"(?P<model>.+)@(?P<norm>linf|l2|l1):(?P<eps>[^@x]+)x(?P<limit>\d+)")
 _FIRST = STAGES.index("nearest targets")  # the last stage before the chance is judged
 _INFO = ("fell_in", "features", "missing", "restarts", "kept_alive")
 _AUDITS = 200
 _RIDGE = 1e-2  # of the squared weights, for standardized features
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    norm: str
-    eps: str
-    limit: int
-
-    @classmethod
-    def read(cls, text: str) -> Case:
-        match = _CASE.fullmatch(text)
-        if match is None:
-            raise SystemExit(
-                f"a case is written MODEL@NORM:EPSxIMAGES, like zoo:shapes-standard@linf:1/255x300, got {text!r}"
-            )
-        return cls(match["model"], match["norm"], match["eps"], int(match["limit"]))
-
-    @property
-    def file(self) -> str:
-        return re.sub(r"[^a-z0-9.]+", "-", f"{self.model}@{self.norm}:{self.eps}x{self.limit}".lower()) + ".npz"
 
 
 def images_of(case: Case, data: str, data_root: str | None, options: dict[str, Any], seed: int) -> SmallModel:
@@ -208,7 +185,7 @@ def main() -> None:
         return
     for text in given.cases:
         case = Case.read(text)
-        path = given.out / case.file
+        path = given.out / f"{case.file_name}.npz"
         if path.exists():
             continue
         options = dict(each.split("=", 1) for each in given.option)

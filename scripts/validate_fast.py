@@ -18,15 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from cases import Case
 from small_models import balanced_eps, small_model
 
 import vitadel
@@ -43,28 +42,7 @@ CASES = (
 )
 # Any bound is accepted: in cases this small all images would be attacked to the end, and giving up not be seen.
 BOTH = ("autoattack", "autoattack-fast(most_missed=1)")
-_CASE = re.compile(r"(?P<model>.+)@(?:(?P<norm>linf|l2|l1):)?(?P<eps>[^@x:]+)x(?P<limit>\d+)")
 _SECONDS = "processor-seconds.json"
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    norm: str
-    eps: str
-    limit: int
-
-    @classmethod
-    def read(cls, text: str) -> Case:
-        match = _CASE.fullmatch(text)
-        if match is None:
-            raise SystemExit(f"a case is written MODEL@[NORM:]EPSxIMAGES, like {CASES[0]}; got {text!r}")
-        return cls(match["model"], match["norm"] or "linf", match["eps"], int(match["limit"]))
-
-    @property
-    def folder(self) -> str:
-        norm = "" if self.norm == "linf" else f"-{self.norm}"
-        return re.sub(r"[^a-z0-9.]+", "-", f"{self.model}{norm}-{self.eps}-{self.limit}".lower())
 
 
 def opened(case: Case, data: str) -> tuple[Any, Any, float]:
@@ -82,7 +60,7 @@ def audited(case: Case, data: str, out: Path, batch_size: int) -> list[Path]:
     model, images, eps = opened(case, data)
     folders = []
     for name in BOTH:
-        folder = out / f"{case.folder}-{name}"
+        folder = out / f"{case.file_name}-{name}"
         resume, start = (folder / "command.json").exists(), time.process_time()
         vitadel.audit(
             model,
