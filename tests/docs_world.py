@@ -12,7 +12,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from hashlib import md5
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,13 @@ TENCH, GOOSE, STINGRAY = "n01440764", "n01855672", "n01498041"
 
 
 @dataclass(frozen=True)
+class ShortPatches(stability.StabilityRequest):
+    """Patches that are learned in a few steps."""
+
+    training_steps: int = MOST
+
+
+@dataclass(frozen=True)
 class ShortExtraction(levels.ThreatLevelsRequest):
     extraction: tuple[int, int] = (EXAMINED, MOST)
 
@@ -111,7 +118,7 @@ def shrink(world: Path, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(home, "FEWEST", EXAMINED)
     small = {name: replace(each, images=IMAGES, image_list=None) for name, each in protocols.protocols().items()}
     patch.setattr(protocols, "protocols", lambda: small)
-    patch.setattr(stability, "StabilityRequest", partial(stability.StabilityRequest, training_steps=MOST))
+    patch.setattr(stability, "StabilityRequest", ShortPatches)
     patch.setattr(levels, "ThreatLevelsRequest", ShortExtraction)
 
 

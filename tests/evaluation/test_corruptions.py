@@ -19,7 +19,7 @@ from vitadel.corruptions.sequences import CIFAR_SEQUENCES
 from vitadel.data.batches import balanced_subset
 from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Interrupted, UserError
-from vitadel.evaluation.corruptions import corrupted_copy, perturbations
+from vitadel.evaluation.corruptions import corrupted_copy, prediction_flips
 from vitadel.evaluation.corruptions.run import corruptions
 from vitadel.runtime.rng import SampleRNG
 
@@ -128,7 +128,7 @@ def test_a_model_that_always_flips(monkeypatch):
     def blinking(x, name, rng, difficulty):
         return torch.stack([torch.full_like(x, level) for level in (0.02, 0.98, 0.02, 0.98)])
 
-    monkeypatch.setattr(perturbations, "sequence", blinking)
+    monkeypatch.setattr(prediction_flips, "sequence", blinking)
     reported = run(Brightness(), corruptions=(), perturbations=("rotate", "shot_noise"))["perturbations"]
     rotate, noise = reported["rows"]
     assert (rotate["flip_probability"], rotate["frames"]) == (1, 4)
@@ -155,14 +155,14 @@ def test_flips_are_those_of_sequences_made_by_hand(name, tmp_path):
 def test_large_pictures_move_behind_their_frame(monkeypatch):
     """At 56 pixels the sequence is made of 64, as at 224 of 256."""
     shapes = []
-    made = perturbations.sequence
+    made = prediction_flips.sequence
 
     def watched(x, *more):
         frames = made(x, *more)
         shapes.append((x.shape[2:], frames.shape[3:]))
         return frames
 
-    monkeypatch.setattr(perturbations, "sequence", watched)
+    monkeypatch.setattr(prediction_flips, "sequence", watched)
     corruptions(Always(), Shapes("test", size=56), corruptions=(), perturbations=("tilt",), limit=10, device="cpu")
     assert set(shapes) == {((64, 64), (56, 56))}
 

@@ -86,10 +86,10 @@ class AutoAttackFast:
     seven restarts. The sentinels are FAB with `sentinel_targets` x `sentinel_steps` steps and Square with at most
     `sentinel_queries`. Without `escalate` an alarm remains a warning.
 
-    After the runs towards the nearest targets, samples that the later stages break with less than `least_chance` are
-    given up, but for a random `audited_share` of them, which shows how many are missed. If these are too many, or the
-    bound on the missed share is above `most_missed`, all are attacked to the end: always in small audits, whose bound
-    is wide. With a `least_chance` of 0 none is given up.
+    With a `least_chance` (0.01 fits; 0, the default, gives up nothing), samples that the later stages break with a
+    smaller chance are given up after the runs towards the nearest targets, but for a random `audited_share` of them,
+    which shows how many are missed. If these are too many, or the bound on the missed share is above `most_missed`, all
+    are attacked to the end: always in small audits, whose bound is wide.
     """
 
     threat: Threat
@@ -104,7 +104,7 @@ class AutoAttackFast:
     sentinel_steps: int = 30
     sentinel_queries: int = 1000
     escalate: bool = True
-    least_chance: float = 0.01
+    least_chance: float = 0.0
     audited_share: float = 0.08
     most_missed: float = 0.02
     reaches: tuple[tuple[float, int], ...] = field(default=_REACHES, kw_only=True)

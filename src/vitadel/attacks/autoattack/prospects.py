@@ -46,4 +46,4 @@ def features_of(missing: Tensor, logits: Tensor, y: Tensor, searches: Sequence[P
 
 def chance_of(features: Tensor) -> Tensor:
     """The chance that a later stage breaks a sample with these `FEATURES`; NaN where they are not known."""
-    return torch.sigmoid(INTERCEPT + features @ features.new_tensor(WEIGHTS))
+    return torch.sigmoid(INTERCEPT + features @ torch.tensor(WEIGHTS, dtype=features.dtype, device=features.device))
