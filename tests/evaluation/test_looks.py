@@ -139,6 +139,7 @@ def test_only_images_of_both_runs_are_compared(tmp_path: Path) -> None:
         ({"within": 5, "keep": "images"}, "--within keeps no images"),
         ({"within": 5, "norm": "linf,l2", "eps": "0.06,1"}, "take one threat; name one norm"),
         ({"compare_with": "no-such-folder"}, "holds no finished audit"),
+        ({"within": 5.0, "attacks": "autoattack-fast(least_chance=0.01)"}, "least_chance .* cannot be combined"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -264,6 +264,11 @@ class _Growing:
 
 def _check(request: AuditRequest) -> None:
     flag = "--within" if request.compare_with is None else "--compare-with"
+    if any(getattr(attack, "least_chance", 0) for _, attack in request.make_attacks()):
+        raise UserError(
+            f"{flag} and least_chance of autoattack-fast cannot be combined: what is given up depends on all images, "
+            "and each look has others. Leave out least_chance."
+        )
     if request.within is not None and request.compare_with is not None:
         raise UserError("--within and --compare-with stop by different rules; give one of them")
     if request.skip_bad:
