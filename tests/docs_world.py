@@ -38,6 +38,7 @@ from vitadel.attacks.registry import ATTACKS, PREFIXES
 from vitadel.diagnosis import examination
 from vitadel.evaluation.audit import protocols
 from vitadel.evaluation.stability import run as stability
+from vitadel.threat_levels import levels as level_attacks
 from vitadel.threat_levels import request as levels
 from vitadel.training.recipes import compose as recipes
 
@@ -139,6 +140,8 @@ def _shrink_attacks(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(ATTACKS, name, replace(preset, build=_cut(preset.build)))
     for name, prefix in PREFIXES.items():
         patch.setitem(PREFIXES, name, replace(prefix, wrap=_cut(prefix.wrap)))
+    pgd = level_attacks._pgd  # keeps the number of steps in its name, which tables ask for
+    patch.setattr(level_attacks, "_pgd", lambda steps, stops=False: pgd(min(steps, MOST), stops))
 
 
 def _cut(build: Callable[..., Any]) -> Callable[..., Any]:
