@@ -21,6 +21,7 @@ from torchvision.transforms.v2 import functional as pictures
 from vitadel.data.batches import BadSample, Preprocess, copied_to, to_unit_range
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
+from vitadel.training.device_augmentation import DeviceAugmentation, DrawnAugmentation
 from vitadel.training.recipes.training_sections import Augmentation
 from vitadel.types import Source
 
@@ -46,8 +47,10 @@ def make_augment(section: Augmentation, preprocess: Preprocess) -> Augment:
 
     timm drops color jitter beside RandAugment without a word; here what a recipe asks for is done.
     Erasing fills with the mean color: noise around zero, as in timm, is meant for normalized images and would leave the
-    range of pixels.
+    range of pixels. With `on_device`, images are only resized here: `make_device_augmentation` has the rest.
     """
+    if section.on_device:
+        return _Resized(preprocess)
     how = v2.InterpolationMode(section.interpolation)
     steps: list[Callable[..., object]] = []
     if section.crop == "resized":
@@ -62,8 +65,7 @@ def make_augment(section: Augmentation, preprocess: Preprocess) -> Augment:
         steps.append(v2.RandomHorizontalFlip(section.hflip))
     if section.rotation:
         steps.append(v2.RandomRotation(section.rotation, interpolation=v2.InterpolationMode.BILINEAR))
-    mean = preprocess.mean if any(preprocess.mean) else IMAGENET_DEFAULT_MEAN
-    color = tuple(round(255 * part) for part in mean)
+    color = _mean_color(preprocess)
     if section.auto_augment:
         steps += [_as_picture, rand_augment_policy(section.auto_augment, color)]
     if section.color_jitter:
@@ -74,10 +76,29 @@ def make_augment(section: Augmentation, preprocess: Preprocess) -> Augment:
     return _Transforms(tuple(steps))
 
 
+def _mean_color(preprocess: Preprocess) -> tuple[int, int, int]:
+    red, green, blue = preprocess.mean if any(preprocess.mean) else IMAGENET_DEFAULT_MEAN
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def make_device_augmentation(section: Augmentation, preprocess: Preprocess) -> DeviceAugmentation | None:
+    """The same transforms, for whole batches on their device; None if the recipe leaves them to the reading."""
+    if not section.on_device:
+        return None
+    return DeviceAugmentation(
+        preprocess.shape,
+        _mean_color(preprocess),
+        padding=section.padding if section.crop == "pad" else 0,
+        hflip=section.hflip,
+        color_jitter=section.color_jitter,
+        reprob=section.reprob,
+    )
+
+
 def make_plain(section: Augmentation, preprocess: Preprocess) -> Augment | None:
     """The first copy of a batch that is repeated: resized only. None if batches are not repeated."""
     repeated = section.repeated_aug_by == "batches" and section.repeated_aug > 1
-    return make_augment(Augmentation(), preprocess) if repeated else None
+    return _Resized(preprocess) if repeated else None
 
 
 def rand_augment_policy(text: str, fill: tuple[int, ...] = ()) -> Callable[..., object]:
@@ -87,6 +108,16 @@ def rand_augment_policy(text: str, fill: tuple[int, ...] = ()) -> Callable[..., 
         return policy
     except Exception as error:  # timm checks with assertions and lookups of many kinds
         raise UserError(f"timm cannot read '{text}' ({error!r}); write it like rand-m9-mstd0.5-inc1") from error
+
+
+@dataclass(frozen=True)
+class _Resized:
+    """No augmentation, which needs no seed."""
+
+    preprocess: Preprocess
+
+    def __call__(self, image: Image.Image, seed: int) -> Tensor:
+        return self.preprocess(image)
 
 
 @dataclass(frozen=True)
@@ -140,11 +171,17 @@ def derive_seed(seed: int, name: str, *numbers: int) -> int:
     return int(SampleRNG.of_samples(seed, [0]).stream(name, *numbers).bits()[0]) % 2**62
 
 
+def _augmentation_seeds(seed: int, names: Tensor, epoch: int) -> list[int]:
+    """A seed for each image of an epoch, wherever it is augmented."""
+    return [bits % 2**63 for bits in SampleRNG.of_samples(seed, names).stream("augment", epoch).bits().tolist()]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """The images one process sees at once. Random numbers of a sample are keyed by its name in `names`.
 
-    Pixels are bytes until they are on their device, where they become floats in [0, 1].
+    Pixels are bytes until they are on their device, where they get the augmentation that is left for it and become
+    floats in [0, 1].
     """
 
     names: Tensor
@@ -152,10 +189,15 @@ class MicroBatch:
     y: Tensor
     bad: tuple[BadSample, ...] = ()  # images that could not be read, in whose place are others
     plain: bool = False  # not augmented, and not to be mixed
+    drawn: DrawnAugmentation | None = None  # what is left to do on the device
 
     def to(self, device: torch.device) -> MicroBatch:
-        x, y = copied_to(device, self.x, self.y)
-        return replace(self, x=to_unit_range(x), y=y)
+        if self.drawn is None:
+            x, y = copied_to(device, self.x, self.y)
+        else:
+            x, y, table = copied_to(device, self.x, self.y, self.drawn.table)
+            x = self.drawn.augmentation.apply(x, table)
+        return replace(self, x=to_unit_range(x), y=y, drawn=None)
 
 
 @dataclass(frozen=True)
@@ -203,7 +245,8 @@ class DataStream:
     comes from the second source, if there is one. With `repeats` an epoch has that many versions of as many fewer
     images; with `plain` as well, every batch is seen that many times instead, first as `plain` makes its images. In the
     first `easier_epochs` images of the first source are read from `easier`, under the same names. With a `buffer`
-    images are shuffled among about so many neighbors only.
+    images are shuffled among about so many neighbors only. What `on_device` does is drawn in this process, and done
+    when a micro-batch is copied to its device.
     """
 
     source: Source
@@ -225,6 +268,7 @@ class DataStream:
     workers: int = 0
     skip_bad: bool = False
     buffer: int | None = None
+    on_device: DeviceAugmentation | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size % (self.parts * self.processes):
@@ -307,13 +351,19 @@ class DataStream:
         if dataset.places is not None:
             read = dataset.places.watch(loader, dataset.name, "set a smaller data.workers")
         parts: list[MicroBatch] = []
-        for part in read:
+        for place, part in enumerate(read):
             if isinstance(part, UserError):  # raised here, as a worker process would wrap it in a traceback
                 raise part
-            parts.append(part)
+            parts.append(self._with_draws(part, (first + place // self.parts) // self.steps_per_epoch))
             if len(parts) == self.parts:
                 yield parts
                 parts = []
+
+    def _with_draws(self, part: MicroBatch, epoch: int) -> MicroBatch:
+        """The micro-batch with what was drawn for its device; drawn here, so that workers send pixels only."""
+        if self.on_device is None or part.plain:
+            return part
+        return replace(part, drawn=self.on_device.draw(_augmentation_seeds(self.seed, part.names, epoch)))
 
 
 def _as_it_is(part: Any) -> Any:
@@ -355,7 +405,7 @@ class _Reader:
         rows, extra = names % _EXTRA, names // _EXTRA % (_COPY // _EXTRA) == 1
         plain = stream.plain if int(names[0]) < _COPY else None
         augment = plain or stream.augment
-        keys = SampleRNG.of_samples(stream.seed, names).stream("augment", epoch).bits().tolist()
+        seeds = _augmentation_seeds(stream.seed, names, epoch)
         x = torch.empty(len(names), 3, *stream.preprocess.shape, dtype=torch.uint8)
         y = torch.empty(len(names), dtype=torch.int64)
         bad: list[BadSample] = []
@@ -369,7 +419,7 @@ class _Reader:
                     name = int(names[place]) % _COPY
                     bad.append(BadSample(name, source.name(row), str(image)))
                     rows[place], image = self._replacement(source, name, bad[-1])
-                x[place] = augment(image, keys[place] % 2**63)
+                x[place] = augment(image, seeds[place])
             y[places] = labels[rows[places]]
         return MicroBatch(names, x, y, tuple(bad), plain is not None)
 

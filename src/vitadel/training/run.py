@@ -31,7 +31,7 @@ from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.quantities import are_numbers
 from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.training.data_stream import DataStream, make_augment, make_plain, seed_everything
+from vitadel.training.data_stream import DataStream, make_augment, make_device_augmentation, make_plain, seed_everything
 from vitadel.training.held_out import HeldOut
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
 from vitadel.training.loop import make_optimizer, train
@@ -155,6 +155,7 @@ def open_training(
         workers=section.workers,
         skip_bad=section.skip_bad,
         buffer=section.shuffle_buffer,
+        on_device=make_device_augmentation(recipe.augmentation, preprocess),
     )
     check_micro_batches(recipe.train, recipe.augmentation, processes.count)
     held_out = HeldOut(validation_source, held_out_rows, preprocess)

@@ -118,6 +118,8 @@ class Augmentation:
     into probabilities, in a share `mixup_prob` of the batches. With `repeated_aug_by` 'images' an epoch holds
     `repeated_aug` versions of each image, and as many fewer images (DeiT); with 'batches' every batch is trained on
     `repeated_aug` times in a row, first without any augmentation, so that an epoch is as many times longer.
+    `on_device` crops ('pad'), mirrors, jitters and erases whole batches on the training's device instead of image by
+    image while reading, with the same random numbers; the others of these transforms are refused with it.
     """
 
     crop: Literal["none", "pad", "resized"] = "none"
@@ -136,6 +138,7 @@ class Augmentation:
     mixup_switch_prob: float = 0.5
     repeated_aug: int = 1
     repeated_aug_by: Literal["images", "batches"] = "images"
+    on_device: bool = False
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -149,6 +152,21 @@ class Augmentation:
             low, high = getattr(self, name)
             if low > high:
                 raise UserError(f"{name} must be two numbers, the smaller one first, got [{low:g}, {high:g}]")
+        if self.on_device:
+            self._refuse_what_devices_lack()
+
+    def _refuse_what_devices_lack(self) -> None:
+        lacking = {
+            "crop: resized, which needs the image as it is in its file": self.crop == "resized",
+            f"rotation: {self.rotation:g}, which interpolates": bool(self.rotation),
+            f"auto_augment: {self.auto_augment}, which is made of Pillow's functions": self.auto_augment is not None,
+        }
+        if any(lacking.values()):
+            given = "; ".join(what for what, lacks in lacking.items() if lacks)
+            raise UserError(
+                f"on_device has no {given}. It has crop: pad, hflip, color_jitter and reprob; leave out the others, or "
+                "set on_device: false"
+            )
 
 
 @dataclass(frozen=True)
