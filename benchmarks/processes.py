@@ -4,8 +4,10 @@
     python benchmarks/processes.py --parts audit --images 64 --rounds 1
 
 Each process has one thread. The time is that of the work between the start of the first and the end of the last stage,
-by the wall clock, after everything is imported and read once: `torchrun` and imports are not counted. Prints a table in
-Markdown with the ratio of the medians. Before it starts it measures whether two cores are free, and refuses if not.
+by the wall clock, after everything is imported and read once: `torchrun` and imports are not counted. Two that
+know nothing of each other, each with all of the work, show what the machine allows: twice the time of one, over theirs.
+Prints a table in Markdown with the ratios of the medians. Before it starts it measures whether two cores are free, and
+refuses if not.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def free_cores() -> float:
     return sum(counts) / 2.8  # starting them takes a moment
 
 
-def one_process(work: Work, environment: dict[str, str], times: Any) -> None:
+def one_process(work: Work, environment: dict[str, str], times: Any, place: int) -> None:
     os.environ.update(environment)
     import torch
 
@@ -97,26 +99,25 @@ def one_process(work: Work, environment: dict[str, str], times: Any) -> None:
     start = time.monotonic()
     PARTS[work.part](work, processes)
     processes.wait()
-    times[processes.rank] = time.monotonic() - start
+    times[place] = time.monotonic() - start
 
 
-def seconds(part: str, images: int, count: int) -> float:
-    """The wall-clock time of the work in `count` processes with one thread each."""
+def seconds(part: str, images: int, count: int, *, together: bool = True) -> float:
+    """Wall-clock time of the work in `count` processes with one thread each: divided among them, or whole in each."""
+    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
         free.close()
-        times = multiprocessing.get_context("spawn").Array("d", count)
+        times = spawn.Array("d", count)
         runners = []
         for rank in range(count):
-            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
-            own |= {"OMP_NUM_THREADS": "1"}
-            work = Work(part, images, str(Path(folder) / "run"))
-            target = multiprocessing.get_context("spawn").Process(
-                target=one_process, args=(work, own if count > 1 else {"OMP_NUM_THREADS": "1"}, times)
-            )
-            target.start()
-            runners.append(target)
+            own = {"OMP_NUM_THREADS": "1"}
+            if together and count > 1:
+                own |= {**group, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+            work = Work(part, images, str(Path(folder) / ("run" if together else f"run-{rank}")))
+            runners.append(spawn.Process(target=one_process, args=(work, own, times, rank)))
+            runners[-1].start()
         for each in runners:
             each.join()
         assert all(each.exitcode == 0 for each in runners), "a process failed; see above"
@@ -134,11 +135,19 @@ def main() -> None:
     if free < _FREE and not settings.anyway:
         raise SystemExit(f"{free:.2f} of two cores are free; end other work first, or use --anyway")
     print(f"{free:.2f} of two cores were free; {settings.rounds} rounds, {settings.images} images\n")
-    print("| work | one process | two processes | times as fast |\n|---|---|---|---|")
+    print("| work | one process | two processes | times as fast | two unconnected |\n|---|---|---|---|---|")
+    ways: dict[str, Callable[[str, int], float]] = {
+        "one": lambda part, images: seconds(part, images, 1),
+        "two": lambda part, images: seconds(part, images, 2),
+        "unconnected": lambda part, images: seconds(part, images, 2, together=False),
+    }
     for part in settings.parts:
-        found = {count: [seconds(part, settings.images, count) for _ in range(settings.rounds)] for count in (1, 2)}
-        one, two = (median(found[count]) for count in (1, 2))
-        print(f"| {part} | {one:.1f} s | {two:.1f} s | {one / two:.2f} |", flush=True)
+        found: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(settings.rounds):  # in turns, as the machine's speed may drift
+            for way, measured in ways.items():
+                found[way].append(measured(part, settings.images))
+        one, two, unconnected = (median(found[way]) for way in ways)
+        print(f"| {part} | {one:.1f} s | {two:.1f} s | {one / two:.2f} | {2 * one / unconnected:.2f} |", flush=True)
         print(f"<!-- {json.dumps(found)} -->", flush=True)
 
 
