@@ -45,10 +45,12 @@ ROWS = {
     "secrecy": ("deit-300", "vit-300"),
     "tora": ("matched-0.5", "halfway-0.3"),
     "light": ("vit-w5-weak-0.5", "xcit-w0-full-0.05"),
+    "light-imagenette": ("vit-w5-weak-0.5", "xcit-w0-full-0.05"),
     "finetune": ("robust", "scratch"),
     "five": ("pgd-at", "light", "aas-at", "afat", "tora-robust", "tokens-robust"),
 }
 """Arms of the experiments that differ in kind."""
+ON_SHAPES = ("afat", "light", "light-imagenette", "five")
 
 
 @pytest.mark.slow
@@ -57,7 +59,7 @@ def test_an_experiment_runs_to_its_end_in_small(name, tmp_path, monkeypatch):
     shrink(tmp_path, monkeypatch)
     read = evaluations.read_settings
     monkeypatch.setattr(evaluations, "read_settings", lambda settings: {**read(settings), **_smaller(settings)})
-    data = {"train_data": "shapes@train", "test_data": "shapes@test"} if name in ("afat", "light", "five") else {}
+    data = {"train_data": "shapes@train", "test_data": "shapes@test"} if name in ON_SHAPES else {}
     monkeypatch.setattr(stability, "StabilityRequest", STABILITY)  # a document names its fields
     monkeypatch.setattr("vitadel.reproduce.run.check_files", lambda table: None)
     monkeypatch.setattr("vitadel.reproduce.jobs.find_item", _with_fewer_choices)
@@ -69,7 +71,7 @@ def test_an_experiment_runs_to_its_end_in_small(name, tmp_path, monkeypatch):
         measured = {each for each, cell in zip(names, cells, strict=True) if cell["ours"] is not None}
         assert measured == set(row.only or names)
     decided = [entry for entry in found["experiment"]["contrasts"] if entry["difference"] is not None]
-    assert decided or name in ("tora", "light", "finetune")  # whose contrasts need more arms
+    assert decided or name in ("tora", "light", "light-imagenette", "finetune")  # whose contrasts need more arms
     write_report([tmp_path / "out"], tmp_path / "out" / "report.html")
     assert jobs.item.experiment.question in html.unescape((tmp_path / "out" / "report.html").read_text())
 
