@@ -15,7 +15,7 @@ from device_double import DeviceDouble
 from small_recipes import recipe
 from vitadel.data import Preprocess, read_batches
 from vitadel.data.batches import PixelReader, to_unit_range
-from vitadel.data.worker_processes import Places, _Chunked, usual_workers
+from vitadel.data.worker_processes import Chunked, Places, usual_workers
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import Processes
 from vitadel.training.run import open_training
@@ -51,7 +51,7 @@ def test_processes_read_what_threads_read():
 
 def test_pixels_travel_as_bytes():
     """At most 1 / 3.5 of what float32 pixels take, besides a few bytes for each message."""
-    part, pixels, faults = _Chunked(PixelReader(Counted(broken=frozenset([3])), Preprocess(64)), 1).__getitems__(
+    part, pixels, faults = Chunked(PixelReader(Counted(broken=frozenset([3])), Preprocess(64)), 1).__getitems__(
         [5, 3, 8]
     )
     assert part == [5, 3, 8]
@@ -95,9 +95,12 @@ def test_a_worker_of_a_training_that_dies_names_its_sample():
         list(stream.steps(0, 1))
 
 
-def test_a_negative_number_is_refused():
-    with pytest.raises(UserError, match=r"--workers must be 0 or more, got -1"):
-        vitadel.audit("zoo:shapes-standard", "shapes", attacks="fgsm", limit=2, workers=-1)
+@pytest.mark.parametrize("number", [-1, 100_000])
+def test_a_number_that_cannot_be_meant_is_refused(number):
+    with pytest.raises(UserError, match=rf"--workers must be from 0 to 256, got {number}"):
+        vitadel.audit("zoo:shapes-standard", "shapes", attacks="fgsm", limit=2, workers=number)
+    with pytest.raises(UserError, match=rf"workers must be from 0 to 256, got {number}"):
+        recipe(data={"workers": number})
 
 
 @pytest.mark.parametrize(

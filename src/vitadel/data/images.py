@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from vitadel.data.jpeg import decode_jpeg
 from vitadel.errors import UserError
 
 IMAGE_EXTENSIONS = frozenset(["bmp", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"])
@@ -47,6 +48,8 @@ def decode(content: bytes) -> Image.Image:
     """The image in the bytes of an encoded file."""
     if not content:
         raise ValueError("the file is empty")
+    if (jpeg := decode_jpeg(content)) is not None:
+        return jpeg
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.mode != "RGB":

@@ -102,7 +102,7 @@ def read_in_processes(reader: Reader, chunks: Iterable[Sequence[int]], workers: 
 
     Images that are alike come as one tensor.
     """
-    dataset = _Chunked(reader, workers)
+    dataset = Chunked(reader, workers)
     loader: DataLoader[Any] = DataLoader(
         cast("Dataset[Any]", dataset),
         batch_sampler=cast("Iterable[list[int]]", ([int(index) for index in chunk] for chunk in chunks)),
@@ -123,7 +123,7 @@ def _as_it_is(part: Any) -> Any:
     return part
 
 
-class _Chunked:
+class Chunked:
     """The data set of torch's loader: a request is a chunk of indices, read one by one so that the place is known."""
 
     def __init__(self, reader: Reader, workers: int) -> None:
