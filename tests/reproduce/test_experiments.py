@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import pytest
+from built_models import BUILT
 
+from new_processes import start
 from tiny_paper import use_tiny_paper
 from vitadel.errors import UserError
 from vitadel.papers.paper_documents import (
@@ -132,23 +132,21 @@ def test_an_experiment_runs_to_its_decisions_and_is_the_same_after_a_kill(tmp_pa
     assert "Paper and ours" not in page
 
 
+def run_tiny_paper(folder, out):
+    with pytest.MonkeyPatch.context() as patch:
+        use_tiny_paper(folder, patch, TINY)
+        run(out, small=True)
+
+
 def _kill_after_trainings(tmp_path, out, count):
-    script = (
-        "import sys, pytest; sys.path[:0] = ['tests']; import pathlib\n"
-        "from reproduce import test_experiments as t\n"
-        "from tiny_paper import use_tiny_paper\n"
-        f"p = pathlib.Path({str(tmp_path)!r})\n"
-        "use_tiny_paper(p, pytest.MonkeyPatch(), t.TINY)\n"
-        f"t.run(pathlib.Path({str(out)!r}), small=True)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script])
+    child = start(run_tiny_paper, tmp_path, out)
     deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
+    while child.alive and time.monotonic() < deadline:
         if len(list(out.glob("trainings/*/results.json"))) >= count:
-            process.send_signal(signal.SIGKILL)
+            child.send_signal(signal.SIGKILL)
             break
-        time.sleep(0.05)
-    process.wait()
+        time.sleep(0.02)
+    child.finish(-signal.SIGKILL)
 
 
 def test_data_of_the_user_replaces_that_of_all_arms(tmp_path, monkeypatch):
@@ -222,7 +220,7 @@ def test_every_experiment_says_what_decides_it(table):
 @pytest.mark.parametrize("table", EXPERIMENTS)
 def test_every_experiment_can_be_planned(table, small):
     jobs = table_jobs(TableRequest(table=table, small=small, seeds=1))
-    plan = plan_table(jobs)
+    plan = plan_table(jobs, BUILT)
     assert plan["trainings"]
     assert not plan["needs"]
     assert jobs.item.experiment.question in plan_text(plan)

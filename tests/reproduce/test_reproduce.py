@@ -200,6 +200,17 @@ def test_missing_data_is_named_with_its_source_and_what_runs_without(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_changed_files_are_found_before_anything_is_trained(tmp_path):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "imagenette").mkdir()
+    said = vitadel(
+        "reproduce", "settle/finetune", "--small", "--data-root", str(tmp_path), "--out", str(tmp_path / "x"), code=2
+    ).stderr
+    assert "settle/finetune: cifar10: no complete copy below" in said
+    assert "Other files with the same classes: --train-data SPEC" in said
+    assert not (tmp_path / "x").exists()
+
+
 def test_have_and_shard_are_read():
     assert read_have(["a=x", "b=y,z", "a=w"]) == {"a": ("x", "w"), "b": ("y", "z")}
     assert read_shard("2/3") == Shard(2, 3)

@@ -44,8 +44,8 @@ ROWS = {
     "tokens": ("deit-300", "vit-300"),
     "secrecy": ("deit-300", "vit-300"),
     "tora": ("matched-0.5", "halfway-0.3"),
-    "light": ("vit-w5-weak-0.5", "xcit-w0-full-0.05"),
-    "light-imagenette": ("vit-w5-weak-0.5", "xcit-w0-full-0.05"),
+    "light": ("xcit-w10-weak-0.5", "xcit-w0-full-0.05"),
+    "light-imagenette": ("xcit-w10-weak-0.5", "xcit-w0-full-0.05"),
     "finetune": ("robust", "scratch"),
     "five": ("pgd-at", "light", "aas-at", "afat", "tora-robust", "tokens-robust"),
 }

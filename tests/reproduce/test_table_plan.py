@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from built_models import BUILT
 
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.protocols import RVT
@@ -26,17 +27,11 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def dry_run():
-    """Models that tables share are built once for all tests."""
-    return DryRun()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
-def test_every_row_of_every_table_can_be_planned(table, tmp_path, dry_run):
+def test_every_row_of_every_table_can_be_planned(table, tmp_path):
     jobs = table_jobs(TableRequest(table=table, data_root=str(tmp_path)))
-    plan = plan_table(jobs, dry_run)
+    plan = plan_table(jobs, BUILT)
     assert all(0 < each["trained"] <= each["parameters"] for each in plan["trainings"])
     item = find_item(table)[1]
     assert set(plan["needs"]) == NEEDS.get(table, set()) or len(plan["needs"]) == OTHERS[table]
@@ -55,8 +50,8 @@ def test_every_row_of_every_table_can_be_planned(table, tmp_path, dry_run):
 
 
 @pytest.mark.parametrize("table", [name for name in TABLES if find_item(name)[1].small])
-def test_every_small_table_can_be_planned(table, dry_run):
-    plan = plan_table(table_jobs(TableRequest(table=table, small=True, seeds=2)), dry_run)
+def test_every_small_table_can_be_planned(table):
+    plan = plan_table(table_jobs(TableRequest(table=table, small=True, seeds=2)), BUILT)
     assert plan["trainings"]
     assert not plan["files"]
     item = find_item(table)[1]
@@ -65,9 +60,9 @@ def test_every_small_table_can_be_planned(table, dry_run):
 
 
 @pytest.mark.slow
-def test_models_are_built_without_memory_and_have_the_sizes_of_the_slides(dry_run):
+def test_models_are_built_without_memory_and_have_the_sizes_of_the_slides():
     rows = "head-0.1", "single-0.1", "adapterfusion-0.1", "tora-0.1", "matched-0.1"
-    built = dry_run.build_models(table_jobs(TableRequest(table="tora/table3", rows=rows, columns=("clean",))))
+    built = BUILT.build_models(table_jobs(TableRequest(table="tora/table3", rows=rows, columns=("clean",))))
     sizes = {name.removeprefix("tora-imagenet-"): (each.parameters, each.trained) for name, each in built.items()}
     assert sizes["head-0.1-s0"] == (88_105_656, 1_538_000)
     assert sizes["single-0.1-s0"] == (88_250_384, 1_682_728)
@@ -130,10 +125,10 @@ def test_hours_are_passes_times_the_cost_of_a_pass():
 
 
 @pytest.mark.slow
-def test_the_least_hours_are_no_more_than_those_stated(dry_run):
+def test_the_least_hours_are_no_more_than_those_stated():
     """Both are estimates; what a paper's document states counts the same trainings, and attacks and audits beside."""
     for table in ("tora/table1", "light-recipe/table4"):
-        plan = plan_table(table_jobs(TableRequest(table=table)), dry_run)
+        plan = plan_table(table_jobs(TableRequest(table=table)), BUILT)
         hours = [each["a100_hours"] for each in plan["trainings"]]
         assert all(each is not None and each > 0 for each in hours)
         assert sum(hours) <= find_item(table)[1].gpu_hours

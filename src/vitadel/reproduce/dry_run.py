@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from vitadel.adapters.adapted_model import open_model, options_for_features
 from vitadel.attacks.parse import needs_known_family
@@ -22,11 +21,12 @@ from vitadel.backbones.anatomy import family_of
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.timm_models import is_timm_name
 from vitadel.errors import UserError
-from vitadel.instrument.hooks import count_macs
+from vitadel.instrument.hooks import output_and_macs
 from vitadel.reproduce.jobs import Job, TableJobs, Training
 from vitadel.training.interfaces import ChecksModel
 from vitadel.training.loop import make_optimizer
 from vitadel.training.recipes.build import Recipe, build_recipe
+from vitadel.training.recipes.check import without_numbers
 from vitadel.training.recipes.compose import compose
 from vitadel.training.starting_model import starting_model
 from vitadel.training.trainables.tora_parts import ToraParts
@@ -91,7 +91,7 @@ class DryRun:
         classes = count_classes(recipe.data.train)
 
         def build() -> Built:
-            with _without_numbers(section.name):
+            with without_numbers(section.name):
                 classifier = starting_model(section, classes, recipe.data.train).classifier
                 for _, plugin in recipe.plugins:
                     if isinstance(plugin, ChecksModel):
@@ -109,7 +109,7 @@ class DryRun:
             options["weights"] = "random"
 
         def build() -> Built:
-            with _without_numbers(name):
+            with without_numbers(name):
                 model = cast(Classifier, open_model(name, options_for_features(name, options)))
                 return _tried(model, model, model.record.num_classes)
 
@@ -141,27 +141,6 @@ def _recipe(training: Training) -> Recipe:
     return build_recipe(compose(training.recipe, training.row, training.overrides), training.name)
 
 
-@contextmanager
-def _without_numbers(name: str) -> Iterator[None]:
-    """The meta device; other models than timm's read their weights, which are small ones of the zoo, or the user's."""
-    if is_timm_name(name):
-        with torch.device("meta"), _UnfilledTensors():
-            yield
-    else:
-        yield
-
-
-class _UnfilledTensors(TorchFunctionMode):
-    """Leaves out what fills tensors without memory with initial values: half of the time of building a model."""
-
-    filling = (Tensor.uniform_, Tensor.normal_, Tensor.erfinv_, Tensor.mul_, Tensor.add_, Tensor.clamp_)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.filling and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
 def count_classes(spec: str) -> int:
     """The classes of a data set by its spec, before it is opened."""
     chosen = re.search(r"classes=(\d+)", spec)
@@ -176,12 +155,11 @@ def _tried(model: nn.Module, classifier: Classifier, classes: int | None) -> Bui
     """One image passes through."""
     sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
     side = classifier.record.input_size or (_SIDE, _SIDE)
-    with torch.no_grad():
-        logits = model.eval()(torch.zeros(1, 3, *side))
+    logits, macs = output_and_macs(model, torch.zeros(1, 3, *side))
     if classes is not None and logits.shape != (1, classes):
         raise UserError(f"the model gives a tensor of shape {tuple(logits.shape)} for one image and {classes} classes")
     trained = sum(size for size, learns in sizes if learns)
-    return Built(sum(size for size, _ in sizes), trained, _why_unknown(classifier), count_macs(model, side))
+    return Built(sum(size for size, _ in sizes), trained, _why_unknown(classifier), macs)
 
 
 def _why_unknown(classifier: Classifier) -> str | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitadel.data.spec import DATA_KINDS, open_dataset
 from vitadel.errors import UserError
 from vitadel.papers.paper_documents import DataSet, data_sets
 from vitadel.reproduce.jobs import Job, TableJobs
 from vitadel.training.recipes.compose import compose
 
 DEFAULT_ROOT = "data"
+_OTHER_FILES = "Other files with the same classes: --train-data SPEC --test-data SPEC."
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def check_files(table: TableJobs) -> None:
     """Refuse to start if data is missing: say which, where it comes from, and what can run without it."""
     missing = [each for each in required_files(table) if not each.there]
     if not missing:
+        _check_complete(table)
         return
     blocked = {row for each in missing for row in each.rows}
     rows = list(dict.fromkeys(job.row.id for job in table.jobs))
@@ -81,9 +85,22 @@ def check_files(table: TableJobs) -> None:
         f" In small: vitadel reproduce {table.name} --small." if table.item.small and not table.request.small else ""
     )
     if table.item.experiment is not None:
-        small += " Other files with the same classes: --train-data SPEC --test-data SPEC."
+        small += f" {_OTHER_FILES}"
     raise UserError(
         f"{table.name} needs data that is not below {table.request.data_root or DEFAULT_ROOT}:\n"
         + "\n".join(lines)
         + f"\nPut it there, or give the folder with --data-root. {without}{small}"
     )
+
+
+def _check_complete(table: TableJobs) -> None:
+    """Open the sets that torchvision compares with checksums: a changed file must not end a row after hours."""
+    for spec in dict.fromkeys(spec for job in table.jobs for spec in table.data_specs(job)):
+        kind = DATA_KINDS.get(re.split(r"[@(]", spec, maxsplit=1)[0])
+        if kind is None or not kind.opener.startswith("torchvision_sets:"):
+            continue
+        try:
+            open_dataset(spec, root=table.request.data_root)
+        except UserError as error:
+            other = f" {_OTHER_FILES}" if table.item.experiment is not None else ""
+            raise UserError(f"{table.name}: {error}{other}") from error
