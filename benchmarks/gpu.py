@@ -3,29 +3,34 @@
     python benchmarks/gpu.py                                             # on the GPU, or the CPU if there is none
     python benchmarks/gpu.py --device cpu --model zoo:shapes-robust --batch 16 --steps 2 --images 32 --rounds 1
     python benchmarks/gpu.py --device cpu --batch 32 --images 96 --parts input      # reading only
+    python benchmarks/gpu.py --device cpu --images 2000 --parts input --jpeg 32 32 --size 32
 
 Prints a table in Markdown for docs/devices.md. The images are made here: noise for the attacks, and JPEG files of
 500 x 375 pixels with structure for the input pipeline, which also times torchvision's ImageFolder with a DataLoader and
-timm's loader on the same files. torchattacks and the reference AutoAttack are measured if they are installed. All
-attacks get a budget so small that no image is fooled, so that everyone does the same work. Each number is the median of
-`--rounds` after one that is not counted. On a CPU it is processor time, of reading processes too, so use one thread
-(OMP_NUM_THREADS=1): other work on the machine then changes little.
+timm's loader on the same files, and our own reading without simplejpeg if that is installed. torchattacks and the
+reference AutoAttack are measured if they are installed. All attacks get a budget so small that no image is fooled, so
+that everyone does the same work. Each number is the median of `--rounds` after one that is not counted. On a CPU it is
+processor time, of reading processes too, so use one thread (OMP_NUM_THREADS=1): other work on the machine then changes
+little.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import pickle
 import platform
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
+from unittest import mock
 
 import numpy as np
 import torch
@@ -39,11 +44,14 @@ from vitadel.attacks.autoattack.standard import autoattack
 from vitadel.attacks.steppers import Steepest
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.data import Preprocess, open_dataset, read_batches
+from vitadel.data import Preprocess, jpeg, open_dataset, read_batches
+from vitadel.data.batches import PixelReader
+from vitadel.data.worker_processes import Chunked
 from vitadel.runtime.distributed import join_processes
+from vitadel.types import Source
 
 EPS = 1e-6  # no image is fooled within this budget
-WIDE, TALL = 500, 375
+OURS, BY_PILLOW = "vitadel", "vitadel without simplejpeg"
 
 
 def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
@@ -114,12 +122,36 @@ def training_step(model: Classifier, x: Tensor, y: Tensor, steps: int, amp: bool
     return step
 
 
+@dataclass(frozen=True)
+class ByPillow:
+    """A source whose JPEG files Pillow decodes, also in reading processes."""
+
+    source: Source
+
+    @property
+    def classes(self) -> Sequence[str]:
+        return self.source.classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def labels(self) -> Tensor:
+        return self.source.labels()
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+    def read(self, indices: Sequence[int]) -> list[Image.Image | Exception]:
+        with mock.patch.object(jpeg, "simplejpeg", None):
+            return self.source.read(indices)
+
+
 @contextmanager
-def pictures(count: int) -> Iterator[Path]:
+def pictures(count: int, wide: int = 500, tall: int = 375) -> Iterator[Path]:
     """A folder of JPEG files with structure: sums of waves, as noise would take a decoder longer than photographs."""
     with tempfile.TemporaryDirectory() as name:
         source, folder = np.random.default_rng(0), Path(name)
-        down, across = np.mgrid[0:TALL, 0:WIDE]
+        down, across = np.mgrid[0:tall, 0:wide]
         for number in range(count):
             waves = [
                 np.sin(across * source.uniform(0, 0.2) + down * source.uniform(0, 0.2) + source.uniform(0, 6))
@@ -135,18 +167,18 @@ def pictures(count: int) -> Iterator[Path]:
 
 
 def pipelines(
-    folder: Path, count: int, batch: int, workers: int, device: torch.device
+    folder: Path, settings: argparse.Namespace, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Everyone reads all files to batches of float pixels on the device, with the published preprocessing of ViTs."""
     from timm.data import create_dataset, create_loader, create_transform
     from torch.utils.data import DataLoader
     from torchvision.datasets import ImageFolder
 
-    size = (3, 224, 224)
-    source, preprocess = open_dataset(f"folder:{folder}"), Preprocess(224, 0.875)
+    count, batch, workers, size = settings.images, settings.batch, settings.workers, (3, settings.size, settings.size)
+    files, preprocess = open_dataset(f"folder:{folder}"), Preprocess(settings.size, 0.875)
     chunks = [list(range(first, min(first + batch, count))) for first in range(0, count, batch)]
 
-    def ours() -> None:
+    def ours(source: Source = files) -> None:
         for read in read_batches(source, chunks, preprocess, workers=workers, threads=1, device=device):
             assert read.x.dtype == torch.float32
 
@@ -163,7 +195,9 @@ def pipelines(
         for _ in loader:
             pass
 
-    yield "vitadel", ours
+    yield OURS, ours
+    if jpeg.simplejpeg is not None:
+        yield BY_PILLOW, lambda: ours(ByPillow(files))
     yield "torchvision ImageFolder + DataLoader", torchvision
     yield "timm create_loader", timm
 
@@ -199,9 +233,9 @@ def model_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[t
 
 
 def input_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, str]]:
-    with pictures(settings.images) as folder:
+    with pictures(settings.images, *settings.jpeg) as folder:
         cores = 1 if device.type == "cpu" else max(1, settings.workers)
-        works = dict(pipelines(folder, settings.images, settings.batch, settings.workers, device))
+        works = dict(pipelines(folder, settings, device))
         taken: dict[str, list[float]] = {name: [] for name in works}
         own = []
         for _ in range(settings.rounds + 1):  # in turns: what else the machine does then changes all of them alike
@@ -209,12 +243,27 @@ def input_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[t
                 start, here = now(device), time.process_time()
                 work()
                 taken[name].append(now(device) - start)
-                if name == "vitadel":
+                if name == OURS:
                     own.append(time.process_time() - here)
+        sent = bytes_sent(folder, settings)
+        whole = 4 * 3 * settings.size**2
+        yield "input, vitadel, sent by a reading process", f"{sent} bytes per image, {sent / whole:.3f} of float pixels"
         # While reading processes are faster than the model, this is all that reading adds to an audit.
         yield "input, vitadel, in the model's process", f"{1000 * median(own[1:]) / settings.images:.3f} ms per image"
         for name, rounds in taken.items():
             yield f"input, {name}", f"{settings.images / median(rounds[1:]) / cores:.1f} images/s and core"
+        for name, rounds in taken.items():
+            if name != OURS and settings.rounds > 1:
+                low, middle, high = quantiles((a / b for a, b in zip(taken[OURS][1:], rounds[1:], strict=True)), n=4)
+                yield f"input, time of vitadel / {name}", f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
+
+
+def bytes_sent(folder: Path, settings: argparse.Namespace) -> int:
+    """What a reading process sends for each image of a batch: pixels, indices and faults."""
+    files, part = open_dataset(f"folder:{folder}"), list(range(min(settings.batch, settings.images)))
+    _, pixels, faults = Chunked(PixelReader(files, Preprocess(settings.size, 0.875)), 1).__getitems__(part)
+    assert isinstance(pixels, Tensor)
+    return (pixels.nbytes + len(pickle.dumps((part, faults)))) // len(part)
 
 
 PARTS = {"model": model_rows, "input": input_rows}
@@ -227,7 +276,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--images", type=int, default=512, help="JPEG files of the input pipeline")
-    parser.add_argument("--workers", type=int, default=1, help="processes that read")
+    parser.add_argument("--jpeg", type=int, nargs=2, default=(500, 375), help="width and height of these files")
+    parser.add_argument("--size", type=int, default=224, help="pixels that the files are read to")
+    parser.add_argument("--workers", type=int, default=1, help="processes that read; 0: a thread")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     settings = parser.parse_args()

@@ -14,6 +14,7 @@ of the images. A MODEL of small:NAME is one of `small_models.py`. --data names o
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from small_models import SmallModel, balanced_eps, small_model
 
 from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast
-from vitadel.attacks.autoattack.fast_evidence import SEARCH, FastEvidence
+from vitadel.attacks.autoattack.fast_evidence import AUDIT, SEARCH, FastEvidence
 from vitadel.attacks.autoattack.prospects import FEATURES, chance_of
 from vitadel.attacks.threats import make_threat
 from vitadel.attacks.wrappers import StageResult
@@ -34,9 +35,8 @@ from vitadel.evaluation.engine.target import open_target
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import read_quantity
 from vitadel.runtime.rng import SampleRNG
-from vitadel.two_phase import total_broken
 
-_FIRST = STAGES.index("nearest targets")  # the last stage before the chance is judged
+_FIRST = STAGES.index("targets")  # the last stage before the chance is judged
 _INFO = ("fell_in", "features", "missing", "restarts", "kept_alive")
 _AUDITS = 200
 _RIDGE = 1e-2  # of the squared weights, for standardized features
@@ -86,7 +86,7 @@ def fit_logistic(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
 def load(path: Path) -> tuple[str, NDArray[Any], NDArray[Any]] | None:
     """The model, features, and whether a later stage broke the sample, of those that may be given up.
 
-    None for a case in which the nearest targets break so many samples that none is given up.
+    None for a case in which runs towards targets break so many samples that none is given up.
     """
     with np.load(path) as kept:
         fell = torch.from_numpy(kept["fell_in"])
@@ -143,22 +143,35 @@ def fit(cases: list[tuple[str, NDArray[Any], NDArray[Any]]]) -> None:
 
 
 def simulate(cases: list[tuple[str, NDArray[Any], NDArray[Any]]], rounds: int, seed: int) -> None:
-    """How often the bound covers what is missed, in audits of samples drawn with replacement from the recorded ones."""
+    """How often the bound covers what is missed, in audits of samples drawn with replacement from the recorded ones.
+
+    Samples are audited as `autoattack-fast` does, of an audit in which all recorded ones were correct; no audit is
+    replaced by a whole search, whatever it finds.
+    """
     x, y = (np.concatenate([each[k] for each in cases]) for k in (1, 2))
     chance = chance_of(torch.from_numpy(x)).numpy()
     rng = np.random.default_rng(seed)
-    share = AutoAttackFast.audited_share
-    for least in (0.01, 0.05, 1.0):
+    for least in (AutoAttackFast.least_chance, 0.05, 1.0):
         covered, missing, bounds = 0, 0, []
         for _ in range(rounds):
             rows = rng.integers(len(y), size=len(y))
-            given_up, broken = chance[rows] < least, y[rows]
-            audited = given_up & (rng.random(len(rows)) < share)
-            found, missed = int((audited & broken).sum()), int((given_up & ~audited & broken).sum())
-            most = total_broken(int(given_up.sum()), int(audited.sum()), found, 0.05)[1] - found
-            covered += missed <= most
+            info = {
+                "fell_in": torch.from_numpy(np.where(y[rows], _FIRST + 1, -1)),
+                "given_up": torch.from_numpy(chance[rows] < least),
+            }
+            info["audited"] = info["given_up"] & torch.from_numpy(rng.random(len(rows)) < AutoAttackFast.audited_share)
+            unseen = info["given_up"] & ~info["audited"]
+            info["fell_in"][unseen] = -1
+            results = {SEARCH: StageResult(torch.arange(len(rows)), info["fell_in"] >= 0, info)}
+            more = FastEvidence(results).more_to_audit(math.floor(AutoAttackFast.most_missed * len(rows)))
+            places = torch.from_numpy(rng.permutation(unseen.nonzero().squeeze(1).numpy())[:more]).sort().values
+            broken = torch.from_numpy(y[rows])
+            results[AUDIT] = StageResult(places, broken[places], {})
+            evidence = FastEvidence(results)
+            missed = int(broken[evidence.unseen].sum())
+            covered += missed <= evidence.missed_at_most
             missing += missed > 0
-            bounds.append(most / len(rows))
+            bounds.append(evidence.missed_at_most / len(rows))
         print(
             f"given up below {least:g}: {covered} of {rounds} audits covered; {missing} missed something; the bound is "
             f"{100 * np.mean(bounds):.2f} % of the samples to decide about, on average"
