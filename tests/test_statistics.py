@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from vitadel import statistics
 from vitadel.statistics import bootstrap_mean, share, sign_flip_test, wilson
 
 
@@ -38,6 +39,17 @@ def test_the_interval_of_a_mean_is_seeded_and_as_wide_as_it_should_be():
     assert bootstrap_mean(np.full(7, 0.25)) == (0.25, 0.25)
     coins = np.arange(400) % 2
     assert bootstrap_mean(coins) == pytest.approx((0.5 - 1.96 * 0.025, 0.5 + 1.96 * 0.025), abs=0.005)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, bool])
+def test_resamples_are_those_of_one_round_after_another(kind, monkeypatch):
+    for n in (1, 7, 300):
+        values = np.random.default_rng(n).normal(0.5, 1, n).astype(kind)
+        rng = np.random.default_rng(4)
+        means = [values[rng.integers(n, size=n)].mean(dtype=np.float64) for _ in range(50)]
+        for at_once in (1, 5 * n + 2, 2**16):
+            monkeypatch.setattr(statistics, "_AT_ONCE", at_once)
+            assert bootstrap_mean(values, seed=4, rounds=50) == tuple(np.quantile(means, [0.025, 0.975]))
 
 
 def test_single_precision_is_averaged_in_double():

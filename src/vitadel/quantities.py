@@ -82,6 +82,7 @@ SHARE = Range("in [0, 1]", lambda value: 0 <= value <= 1)
 BELOW_ONE = Range("at least 0 and below 1", lambda value: 0 <= value < 1)
 BETWEEN = Range("between 0 and 1, without either", lambda value: 0 < value < 1)
 SEED = Range("a whole number from 0 to 2**62", lambda value: 0 <= value <= 2**62)
+WORKERS = Range("from 0 to 256", lambda value: 0 <= value <= 256)  # processes: each takes memory
 
 
 def check_ranges(section: object, **ranges: Range) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ _Z95 = 1.959963984540054
 _ROUNDS = 1_000
 _PAIR_ROUNDS = 5_000
 _FLIPS = 9_999
+_AT_ONCE = 2**16  # numbers of resamples in memory
 
 
 def wilson(hits: int, n: int) -> tuple[float, float]:
@@ -49,11 +50,22 @@ def bootstrap_mean(
 
     `values` has one number per image. Average over versions of an image first: they are not independent samples.
     """
-    rng = np.random.default_rng(seed)
-    means = [values[rng.integers(len(values), size=len(values))].mean(dtype=np.float64) for _ in range(rounds)]
+    means = [values[rows].mean(axis=1, dtype=np.float64) for rows in _resamples(len(values), rounds, seed)]
     tail = (1 - level) / 2 if level != 0.95 else 0.025  # as a literal, the usual level has no rounding error
-    low, high = np.quantile(means, [tail, 1 - tail]).tolist()
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail]).tolist()
     return low, high
+
+
+def _resamples(n: int, rounds: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Rows of `n` places drawn with replacement, `rounds` in all; how many come at once changes none of them."""
+    rng = np.random.default_rng(seed)
+    return (rng.integers(n, size=(rows, n)) for rows in _parts(n, rounds))
+
+
+def _parts(n: int, rounds: int) -> Iterator[int]:
+    """How many rounds over `n` samples are in memory at once, until all are done."""
+    at_once = max(1, _AT_ONCE // max(n, 1))
+    return (min(at_once, rounds - first) for first in range(0, rounds, at_once))
 
 
 def student_quantile(p: float, freedom: int) -> float:
@@ -85,10 +97,11 @@ def bootstrap_ratio(
     values: NDArray[np.floating[Any]], others: NDArray[np.floating[Any]], seed: int = 0
 ) -> tuple[float, float]:
     """The 95 % interval of a ratio of means over the same images: percentiles of 1000 seeded paired resamples."""
-    rng = np.random.default_rng(seed)
-    drawn = (rng.integers(len(values), size=len(values)) for _ in range(_ROUNDS))
-    ratios = [values[rows].mean(dtype=np.float64) / others[rows].mean(dtype=np.float64) for rows in drawn]
-    low, high = np.quantile(ratios, [0.025, 0.975]).tolist()
+    ratios = [
+        values[rows].mean(axis=1, dtype=np.float64) / others[rows].mean(axis=1, dtype=np.float64)
+        for rows in _resamples(len(values), _ROUNDS, seed)
+    ]
+    low, high = np.quantile(np.concatenate(ratios), [0.025, 0.975]).tolist()
     return low, high
 
 
@@ -116,8 +129,8 @@ def sign_flip_test(differences: NDArray[np.floating[Any]], seed: int = 0) -> flo
     rng = np.random.default_rng(seed)
     values = np.asarray(differences, dtype=np.float64)
     reached = abs(values.sum()) * (1 - 1e-12)  # sums in another order may differ in their last digits
-    flips = (rng.choice((-1.0, 1.0), size=len(values)) for _ in range(_FLIPS))
-    return (1 + sum(bool(abs(signs @ values) >= reached) for signs in flips)) / (_FLIPS + 1)
+    flips = (rng.choice((-1.0, 1.0), size=(rows, len(values))) for rows in _parts(len(values), _FLIPS))
+    return (1 + sum(int((abs(signs @ values) >= reached).sum()) for signs in flips)) / (_FLIPS + 1)
 
 
 def difference_interval(only_first: int, only_second: int, n: int) -> tuple[float, float]:

@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import vitadel
 from toys import TinyNet, images
+from vitadel.diagnosis import run
+from vitadel.diagnosis.run import CHECKS, run_checks
 from vitadel.errors import UserError
 
 N, EPS = 24, 8 / 255
@@ -102,13 +104,23 @@ def test_every_form_can_be_attacked_and_audited_with_one_result(form, tmp_path):
     assert results["attacks"][0]["held"] == int(found.held.sum())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_can_be_diagnosed_and_studied(form, tmp_path):
+def test_every_form_can_be_diagnosed_and_studied(form, tmp_path, monkeypatch):
+    """With the first check only: the others see the same tensors, whatever they came from."""
     (tmp_path / "data").mkdir()
-    data = FORMS[form](tmp_path / "data")
-    findings = {each.check: each for each in vitadel.diagnose(MODEL, data, eps=EPS, limit=16)}
-    assert findings["pixel-range"].verdict == "ok"
+    data, examined = FORMS[form](tmp_path / "data"), []
+
+    def first_check(e):
+        examined.append(torch.cat([e.x, *(x for x, _ in e.other_images(N))]))
+        return run_checks(e, CHECKS[:1])
+
+    monkeypatch.setattr(run, "run_checks", first_check)
+    (finding,) = vitadel.diagnose(MODEL, data, eps=EPS, limit=16)
+    assert (finding.check, finding.verdict) == ("pixel-range", "ok")
+    (images_and_others,) = examined  # each image once: examined, or left for a student
+    distances = (images_and_others[:, None] - X[None]).abs().flatten(2).amax(2)
+    assert sorted(distances.argmin(1).tolist()) == list(range(N))
+    assert distances.amin(1).max() < 1e-6
     results = vitadel.study("curves", MODEL, data=data, eps=EPS, steps=(1, 2), limit=8, out=tmp_path / "run")
     assert results["data"]["n"] == 8
     assert results["study"]["name"] == "curves"

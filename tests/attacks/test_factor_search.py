@@ -15,6 +15,8 @@ from vitadel.attacks.attention_scaling.factors import FactorSearch, search_facto
 from vitadel.attacks.attention_scaling.gaps import quantile, score_gaps, softening
 from vitadel.attacks.attention_scaling.objectives import DEPLOYED, DISTANCES, LOSSES, OBJECTIVES, Passes, Probe, bind
 from vitadel.attacks.goals import Changed
+from vitadel.attacks.parse import read_attack_name
+from vitadel.attacks.registry import ATTACKS
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.data.batches import read_batches
@@ -26,6 +28,7 @@ from vitadel.evaluation.engine.target import CalibrationImages, calibration_imag
 from vitadel.instrument import scaled_attention
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Calibrated
 from vits import make_vit, pixels
 
 BALL = Linf(8 / 255)
@@ -214,8 +217,12 @@ def test_with_all_finalists_no_candidate_breaks_an_image_that_aas_does_not():
     attack = AAS(PGD(Linf(1 / 255), steps=4), images=12, ascent_steps=2, finalists=9)
     found = attack.prepared(model, [(x[:12], y[:12])])
     candidates = [tuple(each["factors"]) for each in found.calibration["candidates"][:-1]]
-    assert {found.factors, *found.others} == set(candidates) - {(1.0, 1.0)}
-    assert len({found.factors, *found.others}) == 1 + len(found.others)  # none runs twice
+    ran, different = (
+        {tuple(round(factor, 6) for factor in each) for each in factors}
+        for factors in ([found.factors, *found.others], candidates)
+    )
+    assert ran == different - {(1.0, 1.0)}
+    assert len(ran) == 1 + len(found.others)  # none runs twice
     rng = SampleRNG.of_samples(0, range(24))
     broken = model(found(model, x, y, rng)).argmax(1) != y
     assert 0 < int(broken.sum()) < 24
@@ -227,7 +234,7 @@ def test_with_all_finalists_no_candidate_breaks_an_image_that_aas_does_not():
 @pytest.mark.slow
 def test_the_search_alone_breaks_the_saturated_codebook():
     target = open_target("zoo:shapes-standard", "shapes")
-    indices, _ = target.selection(40, 0, False)
+    indices, _ = target.selection(20, 0, False)
     (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess)
     source, rows = calibration_images(target, indices, None, 64, 0)
     calibration = CalibrationImages(source, rows, target.preprocess, torch.device("cpu"))
@@ -238,16 +245,18 @@ def test_the_search_alone_breaks_the_saturated_codebook():
         attack = attack.prepared(model, calibration) if isinstance(attack, AAS) else attack
         with torch.no_grad():
             left[name] = int((model(attack(model, batch.x, batch.y, rng)).argmax(1) == batch.y).sum())
-    assert left.pop("pgd-20") >= 38
-    assert max(left.values()) <= 2
+    assert left.pop("pgd-20") >= 19
+    assert max(left.values()) <= 1
 
 
 AROUND = [
-    ("linf", "autoattack(steps=2,targets=2,queries=5)"),
-    ("linf", "apgd-t-3(targets=2)"),
+    ("linf", "autoattack(steps=2,targets=1,queries=2)"),
+    ("linf", "apgd-t-3(targets=1)"),
     ("linf", "square(queries=10)"),
     ("linf", "targeted:next+pgd-3"),
     ("linf", "eot:2+pgd-3"),
+    ("l2", "autoattack(steps=2,targets=1,queries=2)"),
+    ("l1", "autoattack(steps=2,targets=1,queries=2)"),
     ("l2", "pgd-3"),
     ("l2", "apgd-ce-3"),
     ("l1", "pgd-3"),
@@ -258,14 +267,14 @@ AROUND = [
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["swin", "levit", "xcit", "cait"])
 @pytest.mark.parametrize(("norm", "name"), AROUND)
-def test_never_weaker_than_what_it_goes_around(family, norm, name):
-    model, x = make_vit(family, classes=4), pixels(family, 8)
+def test_never_weaker_than_what_it_goes_around(norm, name, family):
+    model, x = make_vit(family, classes=4), pixels(family, 4)
     with torch.no_grad():
         y = model(x).argmax(1)
     eps = {"linf": 2 / 255, "l2": 0.2, "l1": 4.0}[norm]
     attack, plain = (make(text, eps=eps, norm=norm) for text in (f"aas(images=4,steps=1)+{name}", name))
     attack = attack.prepared(model, [(pixels(family, 4, seed=9), torch.arange(4))])
-    rng = SampleRNG.of_samples(0, range(8))
+    rng = SampleRNG.of_samples(0, range(4))
     z = attack(model, x, y, rng)
     broken, alone = (model(each).argmax(1) != y for each in (z, plain(model, x, y, rng)))
     assert not (alone & ~broken).any()
@@ -321,6 +330,8 @@ def test_controls_cost_no_less_than_the_attack():
         ("aas(controls=true)+fgsm", "starts at the clean image, so all restarts would be the same"),
         ("aas(controls=true)+targeted:next+fab", "starts at the clean image"),
         ("aas(controls=true)+pgd-3(random_start=false)", "leave out controls"),
+        ("aas(controls=true)+deepfool", "leave out controls"),
+        ("aas(controls=true)+self-ensemble", "leave out controls"),
         ("aas(images=0)+pgd-3", "must be positive, got '0'"),
         ("aas(images=2.5)+pgd-3", "at least 1 calibration image"),
         ("aas(finalists=0)+pgd-3", "must be positive, got '0'"),
@@ -329,6 +340,36 @@ def test_controls_cost_no_less_than_the_attack():
 def test_wrong_settings_are_told(name, message):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         make(name)
+
+
+@pytest.mark.parametrize("factors", [0.0, -1.0, float("nan"), float("inf"), (0.1, -2.0)])
+def test_factors_are_positive_and_finite(factors):
+    with pytest.raises(UserError, match="finite factors above 0"):
+        Rescaled(PGD(BALL), factors)
+    with pytest.raises(UserError, match="finite factors above 0"):
+        Rescaled(PGD(BALL), 0.1, others=(factors if isinstance(factors, tuple) else (factors,),))
+
+
+SINGLE = [f"{name}-2" if "steps" in ATTACKS[name].settings else name for name in ATTACKS if "autoattack" not in name]
+SHORT = {"square": "square(queries=10)", "patches-learned": "patches-learned(masks=2,images=4,training_steps=2)"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*(SHORT.get(name, name) for name in SINGLE), "pna-patchout-2(patchout=false)"])
+def test_controls_go_around_exactly_the_attacks_that_draw_random_numbers(name):
+    """Found by running each with two seeds, at a budget that fools no image."""
+    norm = ATTACKS[read_attack_name(name).base].norms[0]
+    attack = make(name, eps=1e-5, norm=norm)
+    model, x = make_vit("vit", classes=4), pixels("vit", 2)
+    y = model(x).argmax(1)
+    if isinstance(attack, Calibrated):
+        attack = attack.prepared(model, [(x, y)])
+    first, second = (attack(model, x, y, SampleRNG.of_samples(seed, range(2))) for seed in (0, 1))
+    if torch.equal(first, second):
+        with pytest.raises(UserError, match="leave out controls"):
+            make(f"aas(controls=true)+{name}", norm=norm)
+    else:
+        make(f"aas(controls=true)+{name}", norm=norm)
 
 
 @pytest.mark.parametrize("name", ["aas+pgd-2", "aas-paper+pgd-2", "scale:0.1+pgd-2"])

@@ -134,6 +134,14 @@ class Shift:
         if self.fault == "model":
             with torch.no_grad():
                 next(model.parameters()).add_(1)
+        if self.fault == "forward":
+            model.forward = lambda z: torch.zeros(len(z), 10)
+        if self.fault == "module":
+            setattr(model, next(iter(dict(model.named_children()))), torch.nn.Identity())
+        if self.fault == "mode":
+            model.train()
+            weight = next(model.parameters())
+            weight.grad = torch.ones_like(weight)
         return (x + self.by * self.eps).clamp(0, 1)
 """
 
@@ -160,12 +168,22 @@ def test_the_users_own_class_gets_the_budget(own: str) -> None:
         ("type", "returned NoneType; an attack must return a tensor"),
         ("raise", "failed: RuntimeError: out of ideas. What was judged before is kept"),
         ("model", r"changed the model \("),
+        ("forward", r"changed the model \(its modules or hooks\)"),
+        ("module", r"changed the model \("),
     ],
 )
 def test_faults_of_the_users_class_are_named(own: str, fault: str, message: str) -> None:
     model, x, y = data()
     with pytest.raises(UserError, match=message):
         make(f"{own}(fault={fault})", eps=EPS)(model, x, y)
+
+
+def test_modes_and_gradients_are_set_back(own: str) -> None:
+    model, x, y = data()
+    model.eval()
+    make(f"{own}(fault=mode)", eps=EPS)(model, x, y)
+    assert not any(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_beyond_the_budget_counts_as_void_and_not_as_success(own: str) -> None:
@@ -198,3 +216,12 @@ def test_ours_can_be_called_as_those_of_torchattacks() -> None:
     model, x, y = data()
     bound = vitadel.attacks.make("pgd-3", eps=EPS, model=model)
     assert torch.equal(bound(x, y), make("pgd-3", eps=EPS)(model, x, y))
+    with pytest.raises(UserError, match=r"must be an nn\.Module on pixels in \[0, 1\], got str"):
+        vitadel.attacks.make("pgd-3", model="zoo:shapes-robust")  # type: ignore[call-overload]
+
+
+def test_attacks_of_other_libraries_work_in_l0() -> None:
+    pytest.importorskip("foolbox")
+    model, x, y = data()
+    attack = make("foolbox:L0FMNAttack(steps=30)", eps=100, norm="l0")
+    assert not judge(model, attack.threat, x, attack(model, x, y), y).held.all()

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from device_double import DeviceDouble
 from toys import images, trained_toy
 from vitadel.attacks import make
-from vitadel.attacks.bisection import Bisection
-from vitadel.attacks.ddn import DDN
-from vitadel.attacks.deepfool import DeepFool
-from vitadel.attacks.fmn import FMN
-from vitadel.attacks.minimal_norm import project_to_radius
+from vitadel.attacks.minimal_norm.bisection import Bisection
+from vitadel.attacks.minimal_norm.ddn import DDN
+from vitadel.attacks.minimal_norm.deepfool import DeepFool
+from vitadel.attacks.minimal_norm.fmn import FMN
+from vitadel.attacks.minimal_norm.fmn_l0 import SparseFMN
+from vitadel.attacks.minimal_norm.nearest import project_to_radius
 from vitadel.attacks.threats import L0, L1, L2, Linf, make_threat
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes, judge
@@ -70,17 +71,28 @@ def test_l0_changes_as_few_values_as_a_plane_needs():
     room = torch.where(toward > 0, 1 - x.flatten(1), x.flatten(1))
     gains = (weight.abs() * room).sort(dim=1, descending=True).values.cumsum(1)
     needed = (gains < score.abs()[:, None]).sum(1) + 1
-    z = FMN(L0(WHOLE_BOX[L0]), 200, stop_when_fooled=False)(toy, x, y)
+    z = SparseFMN(L0(WHOLE_BOX[L0]), 5, stop_when_fooled=False)(toy, x, y)
     assert (toy(z).argmax(1) != y).all()
-    changed = (z != x).flatten(1).sum(1)
-    assert (changed >= needed).all()
-    assert (changed <= needed + 1).all()
+    assert (z != x).flatten(1).sum(1).equal(needed)
+    for row in range(len(x)):
+        alone, budget = slice(row, row + 1), float(needed[row])
+        for room, reached in ((budget, True), (budget - 1, False)):
+            z = SparseFMN(L0(room), 5)(toy, x[alone], y[alone])
+            assert bool(toy(z).argmax(1) != y[alone]) is reached
+            assert (z != x[alone]).sum() <= room
 
 
-@pytest.mark.parametrize("order", [math.inf, 2.0, 1.0, 0.0])
+def test_l0_starts_with_as_many_values_as_the_linearized_boundary_needs():
+    toy, x, _ = linear()
+    with count_passes(toy) as cost:
+        SparseFMN(L0(WHOLE_BOX[L0]), 100)(toy, x, toy(x).argmax(1))
+    assert cost.gradients == 2 * len(x)  # of the clean images, then of the points, all of which are adversarial
+
+
+@pytest.mark.parametrize("order", [math.inf, 2.0, 1.0])
 def test_projections_with_a_radius_for_each_sample_are_those_of_the_threats(order: float):
-    kind = {math.inf: Linf, 2.0: L2, 1.0: L1, 0.0: L0}[order]
-    radii = {math.inf: (0.02, 0.3), 2.0: (0.4, 2.0), 1.0: (2.0, 20.0), 0.0: (3.0, 50.0)}[order]
+    kind = {math.inf: Linf, 2.0: L2, 1.0: L1}[order]
+    radii = {math.inf: (0.02, 0.3), 2.0: (0.4, 2.0), 1.0: (2.0, 20.0)}[order]
     x = images(2).double()
     z = x + 0.4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
     ours = project_to_radius(z, x, torch.tensor(radii, dtype=torch.float64), order)
@@ -119,6 +131,7 @@ def test_a_step_waits_at_most_once(build: type):
         ("superdeepfool", "l1", "works in l2"),
         ("pgd-5", "l0", "works in linf, l2, l1, not in l0"),
         ("deepfool(overshoot=2)", "l2", "overshoot"),
+        ("fmn-10(step=1)", "l0", "step of fmn has no meaning in l0"),
     ],
 )
 def test_what_an_attack_is_not_made_for_is_refused(name: str, norm: str, message: str):

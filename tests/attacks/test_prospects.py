@@ -36,11 +36,11 @@ def test_features_are_logarithms_of_known_ratios():
     searches = [
         Progress(torch.tensor([half]), torch.tensor([end])) for half, end in ((-3, -3.0), (-1.8, -1.5), (-1.2, -1))
     ]
-    found = features_of(torch.tensor([0.25]), logits, torch.tensor([0]), searches)
-    expected = [math.log(0.25), math.log(1.2), math.log(3), math.log(1.5)]
+    found = features_of(torch.tensor([0.25]), logits, torch.tensor([0]), searches, Linf(0.1))
+    expected = [math.log(0.25), math.log(1.2), math.log(3), math.log(1.5), 0]
     assert found[0].tolist() == pytest.approx(expected)
-    two = features_of(torch.tensor([0.25]), logits[:, :2], torch.tensor([0]), searches)
-    assert two[0, 3] == 0  # there is no second rival
+    two = features_of(torch.tensor([0.25]), logits[:, :2], torch.tensor([0]), searches, L1(1.0))
+    assert two[0, 3:].tolist() == [0, 1]  # there is no second rival; in L1
 
 
 def test_the_distance_of_a_linear_model_is_exact():
@@ -63,9 +63,9 @@ def test_chances_are_a_logistic_function_that_falls_with_the_distance():
     assert float(chance[3]) == pytest.approx(1 / (1 + math.exp(-INTERCEPT - WEIGHTS[0] * math.log(10))))
 
 
-@pytest.mark.parametrize(("ball", "ends"), [(Linf(1e-4), 5), (L2(1e-3), 5), (L1(1e-2), 17)])
-def test_a_sample_that_is_given_up_costs_a_few_runs(ball, ends):
-    """APGD in L1, four times, has a check of its start and the ends of three phases."""
+@pytest.mark.parametrize(("ball", "steps", "ends"), [(Linf(1e-4), 8, 8), (L2(1e-3), 8, 8), (L1(1e-2), 16, 29)])
+def test_a_sample_that_is_given_up_costs_a_few_runs(ball, steps, ends):
+    """APGD in L1, seven times, has a check of its start and the ends of three phases."""
     model, x = TinyNet(6).eval(), images(30)
     y = model(x).argmax(1)
     fast = AutoAttackFast(ball, least_chance=1.0, audited_share=0.0)
@@ -73,7 +73,7 @@ def test_a_sample_that_is_given_up_costs_a_few_runs(ball, ends):
         info = searched(fast, model, x, y, range(30))
     assert info["given_up"].all()
     assert not info["audited"].any()
-    assert cost.gradients == 30 * (20 + 30 + 3 * 15 + 1)  # the last one is for the decision
+    assert cost.gradients == 30 * (20 + 20 + 5 * steps + 10 + 1)  # the last one is for the decision
     assert cost.forwards == 30 * (1 + ends)  # the clean image, and the last point of each run
 
 

@@ -15,12 +15,12 @@ from vitadel.runtime.rng import SampleRNG
 @pytest.mark.slow
 def test_square_breaks_what_gradients_do_not():
     target = open_target("zoo:shapes-standard", "shapes")
-    indices = target.selection(40, 0, False)[0][:24]
+    indices = target.selection(40, 0, False)[0][:12]
     (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess)
     model, left = quantize_by_attention(target.model, 16, 1000.0).eval(), {}
     for name in ("pgd-20", "square"):
         z = make(name)(model, batch.x, batch.y, SampleRNG.of_samples(0, indices))
         with torch.no_grad():
             left[name] = int((model(z).argmax(1) == batch.y).sum())
-    assert left["pgd-20"] >= 22
+    assert left["pgd-20"] >= 11
     assert left["square"] == 0

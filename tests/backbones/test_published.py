@@ -74,7 +74,7 @@ def published_keys(layout: str, shapes: dict[str, tuple[int, ...]]) -> dict[str,
     return shapes
 
 
-def published_weights(layout: str, scaled: dict[str, float] | None = None) -> dict[str, Tensor]:
+def published_weights(layout: str) -> dict[str, Tensor]:
     published = find_published(FACTS[layout]["model"])
     with torch.device("meta"):
         model = build_classifier(published.record()).backbone
@@ -85,10 +85,14 @@ def published_weights(layout: str, scaled: dict[str, float] | None = None) -> di
             weights[key] = torch.zeros(shape, dtype=torch.int64)
             continue
         weights[key] = torch.from_numpy(fill(rule_of(key, shape), key, shape))
-        for start, factor in (scaled or {}).items():
-            if key.startswith(start):
-                weights[key] *= factor
     return weights
+
+
+def probing(layout: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that show the eps of the first LayerNorm: its inputs are small."""
+    starts = FACTS[layout]["scaled"]
+    factors = {key: factor for key in weights for start, factor in starts.items() if key.startswith(start)}
+    return weights | {key: weights[key] * factor for key, factor in factors.items()}
 
 
 def contain(layout: str, weights: dict[str, Tensor]) -> object:
@@ -108,8 +112,8 @@ def contain(layout: str, weights: dict[str, Tensor]) -> object:
     return {"vision_encoder_state_dict": weights} if layout.startswith("clip") else weights
 
 
-def saved(layout: str, folder: Path, scaled: dict[str, float] | None = None) -> Path:
-    torch.save(contain(layout, published_weights(layout, scaled)), folder / "file.pth")
+def saved(layout: str, folder: Path, weights: dict[str, Tensor] | None = None) -> Path:
+    torch.save(contain(layout, published_weights(layout) if weights is None else weights), folder / "file.pth")
     return folder / "file.pth"
 
 
@@ -135,18 +139,19 @@ def test_the_formula_gives_the_published_numbers() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_are_those_of_the_original_code(layout: str, tmp_path: Path) -> None:
-    model = opened(layout, saved(layout, tmp_path))
+    weights = published_weights(layout)
+    model = opened(layout, saved(layout, tmp_path, weights))
     pixels = torch.from_numpy(images(model.record.input_size[0]))
     with torch.no_grad():
         check(model(pixels), FACTS[layout]["logits"])
-        if "probe" in FACTS[layout]:  # shows the eps of the first LayerNorm
-            model = opened(layout, saved(layout, tmp_path, FACTS[layout]["scaled"]))
+        if "probe" in FACTS[layout]:
+            model = opened(layout, saved(layout, tmp_path, probing(layout, weights)))
             check(model(pixels), FACTS[layout]["probe"])
 
 
 def test_timms_eps_fails_the_probe(tmp_path: Path) -> None:
     """The probe is worth something only if a model that differs in eps alone fails it."""
-    model = opened(TINY, saved(TINY, tmp_path, FACTS[TINY]["scaled"]))
+    model = opened(TINY, saved(TINY, tmp_path, probing(TINY, published_weights(TINY))))
     for module in model.modules():
         if isinstance(module, torch.nn.LayerNorm):
             module.eps = 1e-5

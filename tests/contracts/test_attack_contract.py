@@ -34,13 +34,13 @@ from vits import VITS, make_vit
 
 BUDGETS = {"linf": 8 / 255, "l2": 0.5, "l1": 3.0, "l0": 12.0}
 SHORT = {
-    "square": "square(queries=300)",
+    "square": "square(queries=100)",
     "autoattack": "autoattack(steps=6,targets=2,queries=50)",
     "autoattack-plus": "autoattack-plus(steps=6,targets=2,queries=50,restarts=2)",
     "autoattack-rand": "autoattack-rand(steps=6,times=2)",
     "autoattack-fast": "autoattack-fast(entropy_steps=4,margin_steps=5,target_steps=3,best_steps=4,sentinel_queries=9)",
     "patches-random": "patches-random(masks=3)",
-    "patches-learned": "patches-learned(masks=2,images=8)",
+    "patches-learned": "patches-learned(masks=2,images=8,training_steps=10)",
 }
 AROUND = {"aas": "aas(images=8,steps=2)", "aas-bpda": "aas-bpda(images=8,steps=2)", "aas-paper": "aas-paper(images=8)"}
 AROUND |= {
@@ -51,7 +51,7 @@ AROUND |= {
     "bpda": "bpda(modules=features.2)",
 }
 SHORTER = {  # on models of other libraries, which cost more
-    "square(queries=300)": "square(queries=60)",
+    SHORT["square"]: "square(queries=60)",
     SHORT["autoattack"]: "autoattack(steps=3,targets=1,queries=20)",
     SHORT["autoattack-plus"]: "autoattack-plus(steps=3,targets=1,queries=20,restarts=1)",
     SHORT["autoattack-rand"]: "autoattack-rand(steps=3,times=2)",
@@ -169,6 +169,11 @@ def run(name, norm, model, x, y, eps=None, rng=None):
     return ready(name, norm, model, x, eps)(model, x, y, rng)
 
 
+def escalating_once(name: str, norm: str) -> str:
+    """One norm is enough for all of autoattack, which follows autoattack-fast where it notices masked gradients."""
+    return name if norm == "linf" else name.replace("sentinel_queries=9)", "sentinel_queries=9,escalate=false)")
+
+
 def excess(name: str, norm: str, model: nn.Module, z: Tensor, x: Tensor) -> float:
     """By how much the worst proposal is over its budget, in the units of its own rules."""
     rules = rules_for(name, norm, model, x)
@@ -197,6 +202,7 @@ def test_stays_in_shape_box_and_budget(name, norm, model, batch):
 @pytest.mark.slow
 @everywhere([each for each in EVERYTHING if not each.values[0].startswith(NOISE)])
 def test_fools_more_than_noise_of_the_same_size(name, norm, library, model):
+    name = name.replace(SHORT["square"], "square(queries=300)")
     x = images_for(name, library, 40, seed=5)
     with torch.no_grad():
         y = model(x).argmax(1)
@@ -301,7 +307,7 @@ def test_constant_logits_give_no_nan(name, norm, library, batch):
         model = model_for(name, library)
         nn.init.zeros_(last_layer(model).weight)
         nn.init.zeros_(last_layer(model).bias)
-    z = run(name, norm, model, x, y)
+    z = run(escalating_once(name, norm), norm, model, x, y)
     assert z.isfinite().all()
 
 
@@ -320,7 +326,7 @@ def test_memory_layout_does_not_matter(name, norm, precise):
 def test_works_under_autocast(name, norm, model, batch):
     x, y = batch
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        z = run(name, norm, model, x, y)
+        z = run(escalating_once(name, norm), norm, model, x, y)
     assert z.dtype == x.dtype
     assert excess(name, norm, model, z, x) <= 1e-6
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_attack_contract import BUDGETS, EVERY_GEOMETRY, SHORT, SHORTER, images_for, model_for
-from test_study_contract import SMALL
+from test_study_contract import SHORT_PROBES, SMALL
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -121,7 +121,7 @@ def leveled(processes: Processes, out: Path) -> Outcome:
     x = images(40, side=32)
     target = open_target(model, (x.numpy(), model(x).argmax(1).numpy()))
     request = ThreatLevelsRequest(
-        eps=(4 / 255,), levels=("T0", "T2", "T6"), steps=2, queries=5, white_box=("pgd-2",), limit=6, batch_size=3
+        eps=(4 / 255,), levels=("T0", "T2", "T6"), steps=2, queries=5, white_box=("pgd-2",), limit=3, batch_size=3
     )
     return run_threat_levels(target, request, processes, out=out)
 
@@ -134,8 +134,9 @@ def diagnosed(processes: Processes, out: Path) -> Outcome:
 def studied(name: str) -> Callable[[Processes, Path], Outcome]:
     def run(processes: Processes, out: Path) -> Outcome:
         make_request, study = find_study(name)
-        request = make_request(limit=4, batch_size=2, **SMALL.get(name, {}))
-        return study(small_target(), request, processes, out=out, argv=["study", name])
+        request = make_request(limit=2, batch_size=2, **SMALL.get(name, {}))
+        with SHORT_PROBES:
+            return study(small_target(), request, processes, out=out, argv=["study", name])
 
     return run
 

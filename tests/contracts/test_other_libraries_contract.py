@@ -21,7 +21,10 @@ from vitadel.instrument.tokens import token_width
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Calibrated
 
-SHORT = {"patches-random": "patches-random(masks=2)", "patches-learned": "patches-learned(masks=2,images=4)"}
+SHORT = {
+    "patches-random": "patches-random(masks=2)",
+    "patches-learned": "patches-learned(masks=2,images=4,training_steps=5)",
+}
 AROUND = {"aas": "aas(images=4,steps=2)", "aas-bpda": "aas-bpda(images=4,steps=2)", "aas-paper": "aas-paper(images=4)"}
 AROUND |= {"scale": "scale:0.1"}
 INSIDE = [SHORT.get(name, f"{name}-2") for name in ATTACKS if needs_known_family(name)]

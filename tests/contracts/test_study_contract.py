@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 import vitadel
 from other_vits import OTHERS, make_other, one_of_each_family
+from vitadel.attacks.attention_scaling import aas
 from vitadel.cli.study import STUDIES
 from vitadel.errors import Interrupted
 from vitadel.evaluation.engine.target import Target, open_target
@@ -45,6 +47,8 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+SHORT_PROBES = patch.object(aas, "_PROBE_STEPS", 2)
+"""Attention factors are compared by a shorter attack."""
 OWN = "zoo:shapes-standard"
 LIBRARIES = list(zip(cycle(sorted(STUDIES)), one_of_each_family(0), strict=False))
 
@@ -86,7 +90,8 @@ def measure(name: str, target: Target) -> Measure:
         resume = more.pop("resume", False)
         request = make_request(**{"limit": 4, "batch_size": 2, **SMALL.get(name, {}), **more})
         assert dataclasses.is_dataclass(request)
-        results: dict[str, Any] = study(target, request, HERE, out=out, resume=resume, argv=["study", name]).results
+        with SHORT_PROBES:
+            results: dict[str, Any] = study(target, request, HERE, out=out, resume=resume, argv=["study", name]).results
         return results
 
     return run

@@ -145,6 +145,18 @@ def test_a_shard_that_is_done_computes_nothing(target: Target, tmp_path: Path, m
 
 
 @pytest.mark.slow
+def test_a_shard_reads_in_as_many_processes_as_are_asked_for(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def count(reader: object, chunks: object, workers: int) -> None:
+        raise UserError(f"{workers} processes would read")
+
+    monkeypatch.setattr("vitadel.data.worker_processes.read_in_processes", count)
+    for workers, said in ((3, "3 processes would read"), (-1, "--workers must be from 0 to 256, got -1")):
+        with pytest.raises(UserError, match=said):
+            run_shard(target, request_for(), ONE, Shard(1, 2), out=tmp_path / said[0], workers=workers)
+
+
 def test_folders_on_different_disks_are_merged_into_a_new_one(target: Target, tmp_path: Path):
     request = request_for()
     run_audit(target, request, ONE, out=tmp_path / "one")
@@ -201,6 +213,9 @@ def test_what_holds_no_shards_cannot_be_merged(tmp_path: Path):
     announce_run(Command("audit", {"seed": 0}), "run", tmp_path / "whole")
     with pytest.raises(UserError, match="has no shards"):
         merge(tmp_path / "whole")
+    announce_run(Command("audit", {"seed": 0}), "run", tmp_path / "big" / "shards" / "1-of-2")
+    with pytest.raises(UserError, match=r"is one shard; give the folder of the whole run, .*big"):
+        merge(tmp_path / "big" / "shards" / "1-of-2")
     announce_run(Command("harden", {"seed": 0}), "run", tmp_path / "trained")
     with pytest.raises(UserError, match="a run of 'vitadel harden'; only audits have shards"):
         merge(tmp_path / "trained")

@@ -11,6 +11,7 @@ import pytest
 import vitadel
 from toys import BrightnessThreshold, bright_images
 from vitadel.errors import UserError
+from vitadel.evaluation.audit.audit import AuditRequest
 
 
 def audit(**settings: Any) -> dict[str, Any]:
@@ -66,3 +67,18 @@ def test_enough_images_for_all_is_no_estimate() -> None:
 def test_what_does_not_go_together_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         audit(**settings)
+
+
+@pytest.mark.parametrize(
+    ("flag", "settings"),
+    [
+        ("--second-phase", {"second_phase": 5, "attacks": ("pgd-5", "pgd-9")}),
+        ("--curve", {"curve": True}),
+        ("--within", {"within": 5.0}),
+        ("--compare-with", {"compare_with": "runs/other"}),
+    ],
+)
+def test_protocols_refuse_them_before_data_are_looked_for(flag: str, settings: dict[str, Any]) -> None:
+    """The request itself: this machine need not have the data of the protocol."""
+    with pytest.raises(UserError, match=rf"^{flag} .*protocol"):
+        AuditRequest(protocol="robustbench-cifar10", **settings)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from vitadel.backbones.anatomy import blocks_of
 from vitadel.errors import UserError
@@ -59,11 +60,12 @@ def test_every_layer_of_every_family_by_hand(name: str) -> None:
     found = massive_activations(model, x, excluded=())
     assert len(found.layers) == VITS[name].blocks + 1
     for layer, output in enumerate(features, start=1):
-        assert torch.equal(found.values[layer], output.abs().flatten(1).amax(1))
+        # Two passes of one model may differ in the last bit, by where the allocator puts their tensors.
+        assert_close(found.values[layer], output.abs().flatten(1).amax(1), rtol=1e-6, atol=0)
         if output.dim() == 3:
             for image in range(2):
                 place = int(found.tokens[layer, image]), int(found.channels[layer, image])
-                assert output[image][place].abs() == found.values[layer, image]
+                assert_close(output[image][place].abs(), found.values[layer, image], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("token", "counts"), [(0, True), (1, False), (4, False), (5, True)])

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from device_double import DeviceDouble
+from new_processes import run_together
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import Processes, check_all_joined, join_processes
 
-_WORK = """
-import torch
-from vitadel.runtime.distributed import join_processes
-us = join_processes()
-mine = torch.tensor([1.0, 10.0]) * (us.rank + 1)
-mean = us.mean(mine)
-assert mean.tolist() == [1.5, 15.0], mean
-assert mine.tolist() == [us.rank + 1, 10 * (us.rank + 1)]
-assert us.on_main(lambda: us.rank) == us.from_main(us.rank) == 0
-assert us.count == 2
-torch.distributed.destroy_process_group()
-"""
+
+def agree():
+    """The work of each of two processes."""
+    us = join_processes()
+    mine = torch.tensor([1.0, 10.0]) * (us.rank + 1)
+    assert us.mean(mine).tolist() == [1.5, 15.0]
+    assert mine.tolist() == [us.rank + 1, 10 * (us.rank + 1)]
+    assert us.on_main(lambda: us.rank) == us.from_main(us.rank) == 0
+    assert us.count == 2
+    torch.distributed.destroy_process_group()
 
 
 def test_alone_the_mean_is_the_tensor_itself():
@@ -35,22 +29,7 @@ def test_alone_the_mean_is_the_tensor_itself():
 
 @pytest.mark.slow
 def test_two_processes_agree():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", _WORK],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in both:
-        _, complaint = process.communicate(timeout=600)
-        assert process.returncode == 0, complaint
+    run_together(agree)
 
 
 def test_processes_that_did_not_join_are_an_error(monkeypatch):

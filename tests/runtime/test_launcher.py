@@ -54,6 +54,8 @@ def test_commands_refuse_what_cannot_be_submitted(monkeypatch: pytest.MonkeyPatc
     assert "--launcher needs --out" in vitadel("audit", "--launcher", "slurm(shards=2)", code=2).stderr
     said = vitadel("harden", "shapes/trades", "--launcher", "slurm(shards=2)", "--out", "x", code=2)
     assert "only an audit has shards" in said.stderr
+    said = vitadel("audit", "--launcher", "slurm(shards=2)", "--shard", "1/2", "--out", "x", code=2)
+    assert "leave out one of the two" in said.stderr
     monkeypatch.setitem(sys.modules, "submitit", None)
     said = vitadel("audit", "--launcher", "slurm(shards=2)", "--out", "x", code=2)
     assert "pip install 'vitadel[slurm]'" in said.stderr
@@ -101,7 +103,7 @@ def test_a_training_is_one_job_that_resumes(cluster: Path):
 def test_a_machine_without_slurm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"could not be submitted to slurm: .*srun"):
+    with pytest.raises(UserError, match=r"could not be submitted to slurm; .*srun"):
         launch(Launcher(), ["audit"], tmp_path / "run")
 
 

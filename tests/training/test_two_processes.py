@@ -19,6 +19,7 @@ from vitadel.training.recipes.build import build_recipe
 from vitadel.training.run import run_harden
 
 TRAINING = {"train": {"epochs": 2}, "schedule": {"warmup_epochs": 0.0}, "optimizer": {"name": "sgd", "lr": 0.5}}
+NO_AUDIT = {"test": None}
 TORA = {"use": "tora", "reduction": 8}
 XCIT = {
     "name": "xcit_nano_12_p16_224",
@@ -54,19 +55,20 @@ def weights(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("objective", "plugins"),
+    ("objective", "plugins", "data"),
     [
-        ({"use": "adversarial", "attack": "pgd-2(step=5/255)"}, {}),
-        (TRADES, {"awp": {"gamma": 0.01}, "attention_scaling": {"gap": 1, "images": 32, "steps": 2}}),
-        ({"use": "afat", "weight": 0.5, "share": 0.3, "lr": 0.05}, {}),
+        ({"use": "adversarial", "attack": "pgd-2(step=5/255)"}, {}, {}),
+        (TRADES, {"awp": {"gamma": 0.01}, "attention_scaling": {"gap": 1, "images": 32, "steps": 2}}, NO_AUDIT),
+        ({"use": "afat", "weight": 0.5, "share": 0.3, "lr": 0.05}, {}, NO_AUDIT),
     ],
     ids=["adversarial", "trades+awp+aas", "afat"],
 )
-def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins):
-    recipe = document(objective=objective, plugins=plugins, **TRAINING)
+def test_two_processes_take_the_steps_of_one(tmp_path, objective, plugins, data):
+    recipe = document(objective=objective, plugins=plugins, data=data, **TRAINING)
     one, two = by_one_and_two(recipe, tmp_path)
     first, second = weights(one), weights(two)
-    untrained = trained_here({**recipe, "optimizer": {**recipe["optimizer"], "lr": 1e-12}}, tmp_path / "untrained")
+    still = {"optimizer": {**recipe["optimizer"], "lr": 1e-12}, "data": {**recipe["data"], **NO_AUDIT}}
+    untrained = trained_here({**recipe, **still}, tmp_path / "untrained")
     assert any(not torch.allclose(value, weights(untrained)[key], atol=1e-2) for key, value in first.items())
     for key, value in first.items():
         assert torch.allclose(value, second[key], atol=1e-4), key
@@ -90,7 +92,13 @@ def test_tora_in_two_processes_learns_what_one_learns(tmp_path):
     made = {"weights": "random", "num_classes": 10, "mean": (0.5,), "std": (0.5,), "kwargs": small["kwargs"]}
     save_classifier(load_model(small["name"], **made), file)
     model = {"weights": str(file)}
-    base = {"objective": {"use": "tora", "attack": "pgd-2(step=5/255)"}, "model": model, **TRAINING, "adapter": TORA}
+    base = {
+        "objective": {"use": "tora", "attack": "pgd-2(step=5/255)"},
+        "model": model,
+        "data": NO_AUDIT,
+        **TRAINING,
+        "adapter": TORA,
+    }
     runs = by_one_and_two(document(**base), tmp_path / "phase 1")
     second = document(**{**base, "adapter": {**TORA, "start": str(runs[0]), "trade_off": 0.6}})
     fused = by_one_and_two(second, tmp_path / "phase 2")
@@ -118,7 +126,7 @@ def _record(run: Path) -> str:
 def test_batch_norm_in_two_processes_and_control_c_in_one_of_them(tmp_path):
     """Both end at the same step, and go on with their own statistics to the same bits."""
     plugins = {"stopping.ControlC": {"at_step": 2, "rank": 1}}
-    recipe = document(objective=TRADES, model=XCIT, train={"epochs": 1}, plugins=plugins)
+    recipe = document(objective=TRADES, model=XCIT, train={"epochs": 1}, plugins=plugins, data=NO_AUDIT)
     whole, reported = trained_by_two(recipe, tmp_path / "whole")
     assert "separately in 2 processes, averaged after every epoch" in reported
     cut, reported = trained_by_two(recipe, tmp_path / "cut", ends_well=False, CONTROL_C="1")

@@ -139,24 +139,37 @@ def _blamed(title: str) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(model: nn.Module, title: str) -> Iterator[None]:
-    """Refuse an attack that changes weights, buffers or hooks of the model; gradients that it leaves are removed."""
+    """Refuse an attack that changes weights, buffers, modules or hooks of the model.
+
+    Gradients that it leaves are removed, and train and eval modes set back: libraries change both for their own passes.
+    """
 
     def tensors() -> dict[str, Tensor]:
         return dict([*model.named_parameters(), *model.named_buffers()])
 
-    def hooks() -> list[tuple[int, int]]:
-        return [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-
-    before, versions, hooked = tensors(), {name: each._version for name, each in tensors().items()}, hooks()
-    yield
-    for parameter in model.parameters():
-        parameter.grad = None
+    before, versions, built = tensors(), {name: each._version for name, each in tensors().items()}, _structure(model)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+        for module, mode in modes:
+            module.training = mode
     after = tensors()
     changed = [name for name, each in before.items() if each._version != versions[name]]  # written into
     changed += [name for name, each in before.items() if name not in after or not _same(each, after[name])]
-    if changed or hooks() != hooked:
-        what = changed[0] if changed else "its hooks"
+    if changed or _structure(model) != built:
+        what = changed[0] if changed else "its modules or hooks"
         raise UserError(f"{title} changed the model ({what}), so its verdicts would be about another one")
+
+
+def _structure(model: nn.Module) -> list[tuple[object, ...]]:
+    """The modules, forward methods that were put on them, and how many hooks each one has."""
+    return [
+        (name, id(module), vars(module).get("forward"), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for name, module in model.named_modules()
+    ]
 
 
 def _same(old: Tensor, new: Tensor) -> bool:

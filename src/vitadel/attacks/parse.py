@@ -196,6 +196,17 @@ def numbered_targets(text: str) -> list[int]:
     return [target for target in given if isinstance(target, int)]
 
 
+def check_targets(name: str, labels: Tensor) -> None:
+    """Refuse an attack whose target class is the label of some of the samples."""
+    for target_class in numbered_targets(name):
+        count = int((labels == target_class).sum())
+        if count:
+            raise UserError(
+                f"{name}: class {target_class} is the label of {count} of the {len(labels)} samples, so there is "
+                "nothing to reach for them; choose targets by a rule: targeted:next+, :least+ or :random+"
+            )
+
+
 @overload
 def make(text: str, *, eps: float | str = ..., norm: str = ..., model: None = None) -> Attack: ...
 @overload
@@ -207,6 +218,8 @@ def make(
 
     With a `model`, the attack on it, which takes images and labels as those of torchattacks do.
     """
+    if not isinstance(model, nn.Module | None):
+        raise UserError(f"model must be an nn.Module on pixels in [0, 1], got {type(model).__name__}; try load_model")
     name = read_attack_name(text)
     entry, threat = entry_of(name), make_threat(norm, read_quantity(eps, "eps"))
     if norm not in entry.norms:

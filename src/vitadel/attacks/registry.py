@@ -16,13 +16,13 @@ from vitadel.attacks.apgd import apgd_ce, apgd_dlr, apgd_t
 from vitadel.attacks.attention_scaling.aas import aas, aas_paper, scale
 from vitadel.attacks.autoattack.fast import AutoAttackFast
 from vitadel.attacks.autoattack.standard import autoattack, autoattack_plus, autoattack_rand
-from vitadel.attacks.bisection import bisect
-from vitadel.attacks.ddn import ddn
-from vitadel.attacks.deepfool import deepfool, superdeepfool
 from vitadel.attacks.fab import fab, fab_t
 from vitadel.attacks.features import features, released_attack
-from vitadel.attacks.fmn import fmn
 from vitadel.attacks.goals import FromClean, Gama, OnLogits
+from vitadel.attacks.minimal_norm.bisection import bisect
+from vitadel.attacks.minimal_norm.ddn import ddn
+from vitadel.attacks.minimal_norm.deepfool import deepfool, superdeepfool
+from vitadel.attacks.minimal_norm.fmn import fmn
 from vitadel.attacks.patches.learned_patches import LearnedPatches
 from vitadel.attacks.patches.patch_fool import patch_fool
 from vitadel.attacks.patches.random_patches import RandomPatches
@@ -257,7 +257,7 @@ def foreign_entry(title: str) -> AttackEntry:
 
         return foreign(threat, title, settings)
 
-    return _inexact(build, "an attack of another library, judged here")
+    return _inexact(build, "an attack of another library, judged here", norms=(*ALL_NORMS,))
 
 
 PREFIXES: dict[str, PrefixEntry] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from vitadel.attacks.apgd import OverTargets
 from vitadel.attacks.threats import ALL_NORMS
@@ -14,6 +14,7 @@ from vitadel.errors import UserError
 from vitadel.quantities import quantity_text
 from vitadel.types import Attack, Threat
 
+Part = TypeVar("Part")
 _INNER = "inner."  # before a setting of the inner attack, where its wrapper has one of the same name
 
 
@@ -52,6 +53,17 @@ def _recorded(key: str, value: object) -> object:
         arguments = ", ".join(f"{name}={_recorded('', entry)}" for name, entry in value.keywords.items())
         return f"{value.func.__name__}({arguments})"
     return getattr(value, "__name__", value)
+
+
+def part_inside(attack: Attack, kind: type[Part]) -> tuple[Part, Callable[[Attack], Attack]] | None:
+    """The part of this kind that an attack is or wraps, and what puts the same around another attack; else None."""
+    if isinstance(attack, kind):
+        return attack, lambda other: other
+    found = part_inside(attack.attack, kind) if hasattr(attack, "attack") else None
+    if found is None:
+        return None
+    part, around = found
+    return part, lambda other: cast(Attack, dataclasses.replace(cast(Any, attack), attack=around(other)))
 
 
 def training_form(attack: Attack) -> Attack:

@@ -102,6 +102,8 @@ def audit(
     }
     own |= {"within": within, "compare_with": compare_with, "curve": curve or None, "second_phase": second_phase}
     divided = launcher is not None or shard is not None
+    if launcher is not None and shard is not None:
+        raise UserError("--launcher starts one job for each shard, with its own --shard: leave out one of the two")
     if divided and (curve or second_phase is not None):
         raise UserError("--curve and --second-phase need all images in one place: leave out --shard and --launcher")
     if divided and (within is not None or compare_with is not None):

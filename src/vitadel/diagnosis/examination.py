@@ -179,6 +179,13 @@ class Examination:
         return relative_change(first, again)
 
     @cached_property
+    def masking_modules(self) -> dict[str, float]:
+        """The modules whose gradient does not match what their output does, found for the first check that asks."""
+        from vitadel.attacks.bpda import find_masking_modules  # few models need it
+
+        return find_masking_modules(self.model, self.first(4), self.seed)
+
+    @cached_property
     def rounding(self) -> float:
         """Relative difference allowed between two passes over the same image, in this model's precision."""
         dtypes = {self.logits.dtype, *(weight.dtype for weight in self.model.parameters())}

@@ -117,18 +117,25 @@ def count_macs(model: nn.Module, shape: Sequence[int]) -> int | None:
     Papers call them FLOPs. A model on the meta device is counted without computing. None if the model does not take
     such an image, or computes outside of torch.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     first = next(model.parameters(), torch.empty(0))
-    counter = FlopCounterMode(display=False)
     devices = [first.device] if first.device.type == "cuda" else []
     try:
         # A random model draws numbers here, which later runs in this process must not miss.
-        with frozen(model), torch.no_grad(), torch.random.fork_rng(devices), counter:
-            model(torch.zeros(1, 3, *shape, device=first.device))
+        with torch.random.fork_rng(devices):
+            return output_and_macs(model, torch.zeros(1, 3, *shape, device=first.device))[1]
     except Exception:  # any code may be a model; that it cannot be counted is no reason to fail
         return None
-    return counter.get_total_flops() // 2 or None
+
+
+@torch.no_grad()
+def output_and_macs(model: nn.Module, x: Tensor) -> tuple[Tensor, int | None]:
+    """What the model gives for x, and the multiply-adds of this pass; None if torch's counter sees none."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    # The counter hooks a gradient to whatever requires one, also where gradients are off.
+    with frozen(model), FlopCounterMode(display=False) as counter:
+        output = model(x)
+    return output, counter.get_total_flops() // 2 or None
 
 
 class Record(Sequence[Tensor]):

@@ -109,7 +109,8 @@ def launch(launcher: Launcher, words: Sequence[str], out: Path) -> list[str]:
             started = [executor.submit(job) for job in jobs]
     except (RuntimeError, OSError, NameError, AssertionError, TypeError) as error:
         raise UserError(
-            f"the jobs could not be submitted to slurm: {error}. Is this a machine of the cluster?"
+            "the jobs could not be submitted to slurm; start this command on a machine of the cluster. submitit says: "
+            f"{error}"
         ) from error
     except submitit.core.utils.FailedJobError as error:
         raise UserError(f"sbatch refused the jobs: {error}") from error

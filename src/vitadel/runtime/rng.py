@@ -24,19 +24,34 @@ def _signed(value: int) -> int:
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 64-bit patterns as torch's signed integers
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
-_CELLS_AT_ONCE = 1 << 20  # bounds the int64 scratch memory of one draw to a few times 8 MB
+_MOST_AT_ONCE = 1 << 20  # cells: bounds the int64 scratch memory of one draw to a few times 8 MB
+_IN_CACHE = 1 << 16  # cells that one CPU thread mixes without going to memory: three times as fast
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
     """Logical shift; torch's own is arithmetic and would smear the sign bit."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+    shifted = bits >> count
+    shifted &= (1 << (64 - count)) - 1
+    return shifted
 
 
 def _mix(bits: Tensor) -> Tensor:
     """SplitMix64's finalizer: a bijection of 64-bit words; integer products wrap around."""
-    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
-    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
-    return bits ^ _shift_right(bits, 31)
+    return _mixed_in_place(bits.clone())
+
+
+def _mixed_in_place(bits: Tensor) -> Tensor:
+    bits ^= _shift_right(bits, 30)
+    bits *= _MIX_1
+    bits ^= _shift_right(bits, 27)
+    bits *= _MIX_2
+    bits ^= _shift_right(bits, 31)
+    return bits
+
+
+def _rows_at_once(cells: int, device: torch.device) -> int:
+    most = _MOST_AT_ONCE if device.type != "cpu" else min(_MOST_AT_ONCE, _IN_CACHE * torch.get_num_threads())
+    return max(1, most // max(cells, 1))
 
 
 @dataclass(frozen=True)
@@ -83,14 +98,14 @@ class SampleRNG:
         """64 random bits per cell, shape (samples, *shape)."""
         cells = math.prod(shape)
         counter = (torch.arange(1, cells + 1, device=self.keys.device, dtype=torch.int64)) * _GOLDEN
-        rows = max(1, _CELLS_AT_ONCE // max(cells, 1))
-        parts = [_mix(keys[:, None] + counter) for keys in self.keys.split(rows)] or [counter.new_empty(0, cells)]
+        keys = self.keys.split(_rows_at_once(cells, self.keys.device))
+        parts = [_mixed_in_place(part[:, None] + counter) for part in keys] or [counter.new_empty(0, cells)]
         return torch.cat(parts).view(len(self), *shape)
 
     def uniform(self, *shape: int) -> Tensor:
         """Uniform on [0, 1) in float32: 24 bits, so the value is exact on every device."""
         cells = math.prod(shape)
-        rows = max(1, _CELLS_AT_ONCE // max(cells, 1))
+        rows = _rows_at_once(cells, self.keys.device)
         out = torch.empty(len(self), *shape, device=self.keys.device)
         for first in range(0, len(self), rows):
             part = replace(self, keys=self.keys[first : first + rows]).bits(*shape)

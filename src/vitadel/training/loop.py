@@ -45,8 +45,7 @@ from vitadel.training.interfaces import (
     ChangesEvaluation,
     HasOwnMetric,
 )
-from vitadel.training.metrics import track
-from vitadel.training.pass_counter import count_image_passes
+from vitadel.training.metrics import count_image_passes, track
 from vitadel.training.recipes.training_sections import OptimizerSection
 from vitadel.training.training_state import TrainingState, average_statistics, find_checkpoint, restore, save_checkpoint
 from vitadel.types import Attack, Ensemble

@@ -1,4 +1,4 @@
-"""Metrics of a training: metrics.jsonl, trackers such as TensorBoard through accelerate, and the progress table."""
+"""Metrics of a training: metrics.jsonl, trackers such as TensorBoard through accelerate, the progress table, passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor, nn
 
+from vitadel.backbones.anatomy import blocks_of
 from vitadel.errors import UserError
 from vitadel.quantities import duration
 from vitadel.runtime.run_folder import append, disk_errors_reported, write_atomically
@@ -233,3 +235,31 @@ def open_progress_table(
         return
     with Live(console=console, refresh_per_second=4) as live:
         yield ProgressTable(steps, epochs, shown, live, pixels_per_unit, validation)
+
+
+@dataclass
+class ImagePasses:
+    """Forward passes, most of which have a backward pass; an image that passes twice counts twice."""
+
+    count: int = 0
+
+
+@contextmanager
+def count_image_passes(model: nn.Module) -> Iterator[ImagePasses | None]:
+    """Count inside the block, at the first transformer block, which adapters and heads all use; None if it has none."""
+    try:
+        first = blocks_of(model)[0].module
+    except (UserError, IndexError):
+        yield None
+        return
+    passes = ImagePasses()
+
+    def count(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        tokens: Tensor = inputs[0]
+        passes.count += len(tokens)
+
+    handle = first.register_forward_pre_hook(count)
+    try:
+        yield passes
+    finally:
+        handle.remove()

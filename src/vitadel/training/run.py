@@ -17,13 +17,13 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from vitadel.attacks.parse import make
+from vitadel.attacks.parse import check_targets, make
 from vitadel.attacks.settings import pixels_per_unit, settings_of
 from vitadel.backbones.classifier import Classifier, check_images_fit, fastest_attention
 from vitadel.data import open_dataset
 from vitadel.data.batches import Preprocess, balanced_subset, check_same_classes, split_rows, usable_rows
 from vitadel.errors import UserError
-from vitadel.evaluation.audit.audit import AuditRequest, check_request, check_targets, run_audit
+from vitadel.evaluation.audit.audit import AuditRequest, check_request, run_audit
 from vitadel.evaluation.audit.clean_accuracy import findings_about_training
 from vitadel.evaluation.engine.run import Outcome, RunOptions, execute, result_header
 from vitadel.evaluation.engine.run import Run as EngineRun

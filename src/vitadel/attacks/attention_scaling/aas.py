@@ -8,10 +8,12 @@ attack runs as well; `evaluation.audit.scaled_attention` counts as the paper doe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,8 +30,14 @@ from vitadel.attacks.attention_scaling.objectives import Passes, Probe
 from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import Surrogate, changed, clearly_fooled, deployed, seen_through
 from vitadel.attacks.losses import cross_entropy
+from vitadel.attacks.minimal_norm.bisection import Bisection
+from vitadel.attacks.minimal_norm.ddn import DDN
+from vitadel.attacks.minimal_norm.deepfool import DeepFool
+from vitadel.attacks.minimal_norm.fmn import FMN
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, merge_info, run_attack, takes_arrays
 from vitadel.attacks.pgd import PGD
+from vitadel.attacks.transfer.pna_patchout import PnaPatchOut
+from vitadel.attacks.transfer.self_ensemble import SelfEnsemble
 from vitadel.attacks.wrappers import Staged, not_fooled
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import check_pixels
@@ -69,6 +77,12 @@ class Rescaled:
     others: tuple[tuple[float, ...], ...] = ()
     controls: bool = False
     calibration: dict[str, Any] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        given = [self.factors] if isinstance(self.factors, int | float) else [*self.factors]
+        wrong = [each for each in (*given, *chain(*self.others)) if not 0 < each < math.inf]
+        if wrong:
+            raise UserError(f"attention is scaled by finite factors above 0, usually at most 1; got {wrong[0]:g}")
 
     __call__ = images_of
     run_with_info = images_and_info_of
@@ -333,12 +347,19 @@ _UNPREPARED = (
 )
 
 
+_WITHOUT_RANDOMNESS = (FAB, DDN, FMN, Bisection, DeepFool, SelfEnsemble)
+
+
 def _check_restartable(attack: Attack) -> None:
-    """Refuse an attack that starts at the clean image: all its restarts would be the same."""
+    """Refuse an attack that starts at the clean image and draws nothing: all its restarts would be the same."""
     inner = getattr(attack, "attack", None)
     if inner is not None:
         _check_restartable(inner)
-    elif isinstance(attack, FAB) or (isinstance(attack, PGD) and not attack.random_start):
+    elif (
+        isinstance(attack, _WITHOUT_RANDOMNESS)
+        or (isinstance(attack, PGD) and not attack.random_start)
+        or (isinstance(attack, PnaPatchOut) and not attack.patchout)
+    ):
         raise UserError(
             "controls=true compares with restarts of the plain attack, and this one starts at the clean image, so all "
             "restarts would be the same; take an attack with a random start such as pgd-20, or leave out controls"

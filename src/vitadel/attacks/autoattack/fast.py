@@ -6,7 +6,8 @@ ordinary models. Here short runs with different losses, directions and starts co
 and the remaining passes go to samples whose linearized boundary is nearly within reach. The parts: APGD (Croce & Hein
 2020); probability margins in two phases (Ma et al. 2023, Xie et al. 2025, arXiv:2411.15210); MALT's targets (Melamed et
 al. 2024); output-diversified starts (Tashiro et al. 2020); restarts where they can still help (Liu et al. 2022).
-Samples that are far from every boundary after a few short runs are given up (`prospects`).
+Samples that are far from every boundary after short runs with all losses and targets get no longer ones (`prospects`),
+but for as many random ones as it takes to bound what is missed.
 
 That is sound only if gradients are. FAB and Square therefore run as sentinels on a random part of the samples that are
 still correct; the steps of the search, and single steps of three lengths (`sentinel_probe`), show whether
@@ -16,6 +17,7 @@ correct.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
@@ -24,10 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.autoattack.fast_evidence import (
+    AUDIT,
     FAB_SENTINEL,
     ON_SENTINELS,
     PROBE,
     SEARCH,
+    SEARCHES,
     SQUARE_MARGIN,
     SQUARE_SENTINELS,
     STAGES,
@@ -40,6 +44,7 @@ from vitadel.attacks.fab import FAB
 from vitadel.attacks.goals import deployed_fooled
 from vitadel.attacks.losses import margin
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, merge_info, run_attack
+from vitadel.attacks.settings import part_inside
 from vitadel.attacks.square import Square
 from vitadel.attacks.wrappers import MEMBER, Stage, StageResult, Stages, WorstOf, next_stage
 from vitadel.errors import UserError
@@ -50,13 +55,19 @@ from vitadel.types import Attack, Threat
 if TYPE_CHECKING:
     from vitadel.attacks.autoattack.fast_search import FastSearch
 
-__all__ = ["LEAST_SENTINELS", "STAGES", "AutoAttackFast", "SquareSentinel"]
+__all__ = ["LEAST_SENTINELS", "STAGES", "AutoAttackFast", "SquareSentinel", "giving_up_nothing"]
 
 LEAST_SENTINELS = 40
 
 _REACHES = ((0.3, 1), (0.15, 2), (0.06, 4))  # (missing distance in units of eps, restarts for samples below it)
-_SHARE = 0.1  # of the samples that are still correct: those that FAB attacks, and Square if they are enough
+_SHARE = 0.04  # of the samples that are still correct: those that FAB attacks, and Square if they are enough
 _FIRST_ROUND = 100  # queries
+
+
+def giving_up_nothing(attack: Attack) -> Attack:
+    """The attack with every sample searched to the end, if it is `autoattack-fast` or around it."""
+    found = part_inside(attack, AutoAttackFast)
+    return attack if found is None else found[1](replace(found[0], least_chance=0.0))
 
 
 @dataclass(frozen=True)
@@ -82,31 +93,32 @@ class SquareSentinel:
 class AutoAttackFast:
     """The search, with its numbers of steps, the sentinels, and AutoAttack if they raise an alarm.
 
-    `targets` x `target_steps` short runs and `best_targets` x `best_steps` long ones towards wrong classes, and up to
-    seven restarts. The sentinels are FAB with `sentinel_targets` x `sentinel_steps` steps and Square with at most
-    `sentinel_queries`. Without `escalate` an alarm remains a warning.
+    `targets` x `target_steps` very short runs towards wrong classes (twice as long in L1, where APGD divides its steps
+    among three radii), one of `nearest_steps` towards the class that came nearest, `best_targets` x `best_steps`
+    long ones, and up to seven restarts. The sentinels are FAB with `sentinel_targets` x `sentinel_steps` steps and
+    Square with at most `sentinel_queries`. Without `escalate` an alarm remains a warning.
 
-    With a `least_chance` (0.01 fits; 0, the default, gives up nothing), samples that the later stages break with a
-    smaller chance are given up after the runs towards the nearest targets, but for a random `audited_share` of them,
-    which shows how many are missed. If these are too many, or the bound on the missed share is above `most_missed`, all
-    are attacked to the end: always in small audits, whose bound is wide.
+    Samples that the long runs and restarts break with a chance below `least_chance` (0: none) are given up before them,
+    but for a random `audited_share`, and as many more as bound the missed share by `most_missed`. If so many of these
+    are broken that more are missed than can be tolerated, all are attacked to the end.
     """
 
     threat: Threat
     entropy_steps: int = 20
-    margin_steps: int = 30
+    margin_steps: int = 20
     targets: int = 9
-    target_steps: int = 15
+    target_steps: int = 8
+    nearest_steps: int = 10
     best_targets: int = 2
     best_steps: int = 50
-    candidates: int = 100
+    candidates: int = 15
     sentinel_targets: int = 3
     sentinel_steps: int = 30
     sentinel_queries: int = 1000
     escalate: bool = True
-    least_chance: float = 0.0
+    least_chance: float = 0.001
     audited_share: float = 0.08
-    most_missed: float = 0.02
+    most_missed: float = 0.04
     reaches: tuple[tuple[float, int], ...] = field(default=_REACHES, kw_only=True)
     ensemble: Callable[[Threat], WorstOf] = field(default=autoattack, kw_only=True)
 
@@ -136,20 +148,15 @@ class AutoAttackFast:
         """
         every = torch.arange(len(rng))
         results = {SEARCH: (yield Stage(SEARCH, self.search, every))}
-        correct = every[~results[SEARCH].fooled]
-        first = FastEvidence(results)
-        too_many = first.gave_up_too_many or first.missed_at_most > self.most_missed * first.attacked
-        if too_many and not (self.escalate and first.signs):  # else all of AutoAttack runs anyway
+        lots = rng.stream("sentinel lots").bits(1).cpu()[:, 0]
+        while (further := self._given_up_after_all(FastEvidence(results), lots)) is not None:
             # With the same random numbers, so as if these samples had not been given up.
-            info = results[SEARCH].info
-            places = every[info["given_up"] & ~info["audited"]]
-            whole = replace(self.search, least_chance=0.0)
-            results[WHOLE_SEARCH] = yield Stage(WHOLE_SEARCH, whole, places)
-            correct = correct[~torch.isin(correct, places[results[WHOLE_SEARCH].fooled])]
+            name, places = further
+            results[name] = yield Stage(name, replace(self.search, least_chance=0.0), places)
+        correct = every[~FastEvidence(results).fooled_by_search]
         if self.threat.eps == 0 or len(correct) == 0:
             return
-        lots = rng.stream("sentinel lots").bits(1).cpu()[correct, 0]
-        chosen = correct[lots.argsort()][: max(LEAST_SENTINELS, round(_SHARE * len(correct)))]
+        chosen = correct[lots[correct].argsort()][: max(LEAST_SENTINELS, round(_SHARE * len(correct)))]
         members = [(PROBE, Probe(self.threat), len(chosen)), *self._sentinels(len(correct), len(chosen))]
         for number, (name, attack, count) in enumerate(members, start=-1):
             places = chosen[:count].sort().values
@@ -166,10 +173,23 @@ class AutoAttackFast:
                 result = yield Stage(name, member, correct, (MEMBER, number))
                 correct = correct[~result.fooled]
 
-    def _sentinels(self, correct: int, count: int) -> list[tuple[str, Attack, int]]:
-        """(name, attack, number of samples): FAB on a tenth, Square on all `count` sentinels.
+    def _given_up_after_all(self, evidence: FastEvidence, lots: Tensor) -> tuple[str, Tensor] | None:
+        """The next stage for samples that were given up, and these: all that are left, or enough to bound the rest."""
+        unseen = evidence.unseen
+        if evidence.searched_whole or len(unseen) == 0 or (self.escalate and evidence.signs):
+            return None  # with signs all of AutoAttack runs anyway
+        if evidence.gave_up_too_many:
+            return WHOLE_SEARCH, unseen
+        most = math.floor(self.most_missed * evidence.attacked)
+        more = evidence.more_to_audit(most)
+        if evidence.audited_more or more == 0:
+            return None
+        return AUDIT, unseen[lots[unseen].argsort()[:more]].sort().values
 
-        The queries of Square are as many as for a tenth of the `correct` samples, shared by all sentinels.
+    def _sentinels(self, correct: int, count: int) -> list[tuple[str, Attack, int]]:
+        """(name, attack, number of samples): FAB on a share of the `correct` samples, Square on all `count` sentinels.
+
+        The queries of Square are as many as for that share, divided among all sentinels.
         """
         queries = min(self.sentinel_queries, round(_SHARE * correct * self.sentinel_queries / count))
         first = min(_FIRST_ROUND, self.sentinel_queries)
@@ -193,7 +213,7 @@ class AutoAttackFast:
             z, new = run_attack(stage.attack, model, x[place], y[place], stage.own(rng[place]))
             with frozen(model):
                 fooled = deployed_fooled(model, z, y[place])
-            searched = stage.name in (SEARCH, WHOLE_SEARCH)
+            searched = stage.name in SEARCHES
             found[place[fooled | searched]] = z[fooled | searched]
             merge_info(info, new, place, len(x))
             if not searched:

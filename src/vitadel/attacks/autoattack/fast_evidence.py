@@ -6,6 +6,7 @@ The limits come from honest models: those of the zoo, pretrained ViTs on ImageNe
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,6 @@ STAGES = (
     "clean",
     "cross-entropy",
     "probability margin",
-    "nearest targets",
     "targets",
     "best targets",
     "restarts",
@@ -35,7 +35,8 @@ STAGES = (
 )
 """The stages that may fool a sample; the sample info `fell_in` is a position in this list, or -1 if none did."""
 
-SEARCH, WHOLE_SEARCH, PROBE = "search", "whole-search", "probe"
+SEARCH, AUDIT, WHOLE_SEARCH, PROBE = "search", "audit", "whole-search", "probe"
+SEARCHES = (SEARCH, AUDIT, WHOLE_SEARCH)
 FAB_SENTINEL, SQUARE_SENTINELS = "fab-sentinel", ("square-sentinel-1", "square-sentinel-2")
 ON_SENTINELS = (PROBE, FAB_SENTINEL, *SQUARE_SENTINELS)
 """Names of the members in results; AutoAttack's members have their own names."""
@@ -52,7 +53,7 @@ _ALARM, _CLEAR = 0.01, 0.05  # chance of an alarm at the first share, and of non
 _AHEAD = 0.01  # Square is closer by more than this share of the margin
 _KEPT = 0.35  # free steps of honest models deliver more than this share of their promise
 _WILD = 0.15  # share of the cornered steps that may gain or lose more than twice their promise
-_TARGETED = 0.1  # share of the samples left by other losses that runs towards the nearest targets may break
+_TARGETED = 0.2  # share of the samples left by other losses that runs towards targets may break
 _TOLERATED = 0.002  # share of the samples that may be missed by giving up
 _MISSED = 0.05  # chance that more was missed than the bound says
 _NEGLIGIBLE = 0.01  # so small a share of robust samples needs no further evidence
@@ -86,46 +87,70 @@ class FastEvidence:
     @property
     def robust(self) -> int:
         """The samples that are still correct after the last stage."""
-        later = (result for name, result in self.results.items() if name not in (SEARCH, WHOLE_SEARCH))
+        later = (result for name, result in self.results.items() if name not in SEARCHES)
         return self.searched - sum(int(result.fooled.sum()) for result in later)
 
     @property
     def escalation(self) -> list[str]:
         """The names of AutoAttack's members that ran."""
-        return [name for name in self.results if name not in (SEARCH, WHOLE_SEARCH, *ON_SENTINELS)]
+        return [name for name in self.results if name not in (*SEARCHES, *ON_SENTINELS)]
+
+    @property
+    def fooled_by_search(self) -> Tensor:
+        return self._search.fooled
 
     @cached_property
     def given_up(self) -> int:
-        """How many samples the search took for robust after a few runs, those that it then audited among them."""
+        """How many samples the search took for robust after short runs, those that were then audited among them."""
         return int(self._first("given_up").sum())
+
+    @property
+    def unseen(self) -> Tensor:
+        """The places of the samples that were given up and not attacked to the end."""
+        return (self._first("given_up") & ~self._seen).nonzero().squeeze(1)
 
     @cached_property
     def audited(self) -> int:
-        """How many of these, drawn at random, were attacked to the end."""
-        return int(self._first("audited").sum())
+        """How many of the given-up samples, drawn at random, were attacked to the end."""
+        return int(self._audited.sum())
 
     @cached_property
     def broken_by_audit(self) -> int:
-        return int((self._first("audited") & (self._first("fell_in") >= 0)).sum())
+        return int((self._audited & self._search.fooled).sum())
+
+    @property
+    def audited_more(self) -> bool:
+        """Whether further samples were audited because the first ones bound too little."""
+        return AUDIT in self.results
+
+    def more_to_audit(self, most: int) -> int:
+        """The smallest number of further samples that, if none is broken, bounds the missed ones by `most`."""
+
+        def bound(more: int) -> int:
+            audited, broken = self.audited + more, self.broken_by_audit
+            return total_broken(self.given_up, audited, broken, _MISSED)[1] - broken
+
+        return bisect_left(range(len(self.unseen)), True, key=lambda more: bound(more) <= most)
 
     @property
     def gave_up_too_many(self) -> bool:
         """Whether more samples would be missed than can be tolerated.
 
-        By the share of audited ones that were broken, or because runs towards targets find what other losses did not:
-        then the other targets find more, also of samples that seem far.
+        By the share of audited ones that were broken, or because runs towards targets find so much that other losses
+        did not: then longer ones find more, also of samples that seem far.
         """
-        if self.given_up == self.audited:
+        if len(self.unseen) == 0:
             return False
         missed = self.broken_by_audit * (self.given_up - self.audited) / max(self.audited, 1)
-        late = self._first("fell_in") >= STAGES.index("nearest targets")
-        near = int((self._first("fell_in") == STAGES.index("nearest targets")).sum())
+        targets = STAGES.index("targets")
+        late = self._first("fell_in") >= targets
+        near = int((self._first("fell_in") == targets).sum())
         open_to_them = int((late | (self._first("fell_in") < 0)).sum())
         return missed > _TOLERATED * self.attacked or near > max(1, _TARGETED * open_to_them)
 
     @property
     def searched_whole(self) -> bool:
-        """Whether the given-up samples were attacked to the end after all."""
+        """Whether all given-up samples were attacked to the end after all."""
         return WHOLE_SEARCH in self.results
 
     @property
@@ -262,7 +287,7 @@ class FastEvidence:
         alive = int(self._info("kept_alive").sum())
         checked = f"Square checked {self.sentinels} of them, {alive} far ones got all restarts"
         given_up = f"; {self.given_up} were given up, {self.audited} of these attacked to the end"
-        if WHOLE_SEARCH in self.results:
+        if self.searched_whole:
             given_up += f" ({self.broken_by_audit} broken), and then all others"
         return f"{self.searched} samples are robust to the search; {checked}{given_up if self.given_up else ''}"
 
@@ -289,19 +314,30 @@ class FastEvidence:
 
     @cached_property
     def _search(self) -> StageResult:
-        """The search, with the results of the whole one where it ran after all."""
-        first, whole = self.results[SEARCH], self.results.get(WHOLE_SEARCH)
-        if whole is None:
-            return first
-        rows = torch.isin(first.samples, whole.samples)
-        order = whole.samples.argsort()
-        assert torch.equal(first.samples[rows], whole.samples[order])
-        fooled = first.fooled.clone()
-        fooled[rows] = whole.fooled[order]
-        info = {name: values.clone() for name, values in first.info.items()}
-        for name in info.keys() & whole.info.keys():
-            info[name][rows] = whole.info[name][order]
+        """The search, with the results of further ones for samples that were given up."""
+        first = self.results[SEARCH]
+        fooled, info = first.fooled.clone(), {name: values.clone() for name, values in first.info.items()}
+        for more in (self.results[name] for name in SEARCHES[1:] if name in self.results):
+            rows = torch.isin(first.samples, more.samples)
+            order = more.samples.argsort()
+            assert torch.equal(first.samples[rows], more.samples[order])
+            fooled[rows] = more.fooled[order]
+            for name in info.keys() & more.info.keys():
+                info[name][rows] = more.info[name][order]
         return StageResult(first.samples, fooled, info)
+
+    @property
+    def _audited(self) -> Tensor:
+        """Which given-up samples were drawn by their own lots, or drawn later to bound what is missed."""
+        more = self.results.get(AUDIT)
+        drawn = self._first("audited")
+        return drawn if more is None else drawn | torch.isin(self.results[SEARCH].samples, more.samples)
+
+    @property
+    def _seen(self) -> Tensor:
+        """Which given-up samples were attacked to the end."""
+        whole = self.results.get(WHOLE_SEARCH)
+        return self._audited if whole is None else torch.ones_like(self._audited)
 
     def _first(self, name: str) -> Tensor:
         """Of the search that gives samples up; false or 0 if it does not say."""

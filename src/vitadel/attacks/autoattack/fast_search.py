@@ -23,7 +23,7 @@ from vitadel.attacks.losses import cross_entropy, lead, margin, probability_marg
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Scripted
-from vitadel.attacks.threats import dual_order
+from vitadel.attacks.threats import L1, dual_order
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
@@ -35,7 +35,7 @@ from vitadel.types import Threat
 _DIVERSIFYING = 3  # steps of a restart along random logits
 _SCALED = 2  # the restart whose gradients pass through attention scores multiplied by _FACTOR, if they are saturated
 _FACTOR = 0.1
-_NEAREST = 3  # targets of every sample, before it is decided which samples are given up
+_LONGER_IN_L1 = 2  # times as many steps, because APGD divides them among three radii
 _KEPT_ALIVE = 0.05  # share of the far samples that get all restarts, to measure what that rule misses
 
 
@@ -113,6 +113,7 @@ class FastSearch:
     margin_steps: int
     targets: int
     target_steps: int
+    nearest_steps: int
     best_targets: int
     best_steps: int
     candidates: int
@@ -152,11 +153,12 @@ class FastSearch:
         alive, audited = lots[:, 0] < _KEPT_ALIVE, lots[:, 1] < self.audited_share
         stages = _Stages(self, state, logits)
 
-        def targets() -> None:
+        def best_targets() -> None:
             info.update(stages.prospects())
             info["audited"] = info["given_up"] & audited
             stages.skipped = info["given_up"] & ~audited
-            stages.targets()
+            stages.margin(turn=1)
+            stages.best_targets()
 
         def restarts() -> None:
             info["missing"] = stages.missing(stages.place()).where(~stages.skipped, info["missing"])
@@ -171,36 +173,32 @@ class FastSearch:
             info["kept_alive"] = alive & info["far"]
             stages.restarts(torch.where(info["kept_alive"], self.most_restarts, 0), info["restarts"])
 
-        return [
-            stages.entropy,
-            stages.margin,
-            stages.nearest_targets,
-            targets,
-            stages.best_targets,
-            restarts,
-            kept_alive,
-        ]
+        return [stages.entropy, stages.margin, stages.targets, best_targets, restarts, kept_alive]
 
     @property
     def most_restarts(self) -> int:
         return sum(count for _, count in self.reaches)
 
+    @property
+    def steps_per_target(self) -> int:
+        return self.target_steps * (_LONGER_IN_L1 if isinstance(self.threat, L1) else 1)
+
     def passes(self) -> tuple[int, int]:
-        """With ten classes, for a sample that is never fooled and gets all restarts."""
-        gradients, forwards = self._first_passes()
-        runs = [self.margin_steps, *[self.target_steps] * (self.targets - _NEAREST)]
-        runs += [self.best_steps] * self.best_targets + [_DIVERSIFYING + self.margin_steps] * self.most_restarts
+        """With ten classes, for a robust sample that was given up first, if that can be, and gets all restarts."""
+        gradients, forwards = (each * (1 + (self.least_chance > 0)) for each in self._first_passes())
+        runs = [self.margin_steps] + [self.best_steps] * self.best_targets
+        runs += [_DIVERSIFYING + self.margin_steps] * self.most_restarts
         return gradients + sum(runs) + 1, forwards + len(runs)  # with a gradient at the best point before restarts
 
     def usual_passes(self) -> tuple[int, int]:
         """For a sample that is never fooled, on average, if a quarter of such samples get all but the restarts."""
         gradients, forwards = self._first_passes()
-        most = replace(self, reaches=()).passes()
+        most = replace(self, reaches=(), least_chance=0.0).passes()
         return round(gradients + (most[0] - gradients) / 4), round(forwards + (most[1] - forwards) / 4)
 
     def _first_passes(self) -> tuple[int, int]:
         """Of the runs before it is decided whether the sample is given up, and of that decision."""
-        runs = [self.entropy_steps, self.margin_steps, *[self.target_steps] * min(_NEAREST, self.targets)]
+        runs = [self.entropy_steps, self.margin_steps, *[self.steps_per_target] * self.targets, self.nearest_steps]
         return sum(runs) + 1, 1 + len(runs)
 
 
@@ -208,7 +206,7 @@ class FastSearch:
 class _Stages:
     """The stages for one batch; `table` holds each sample's targets, `reached` the best lead of each target's logit.
 
-    The samples that are `skipped` are given up after the nearest targets.
+    The samples that are `skipped` are given up after the targets.
     """
 
     attack: FastSearch
@@ -237,8 +235,8 @@ class _Stages:
         changes = (_second_phase(self.attack.margin_steps),)
         self.state.run_pgd(self.place(), lengths, value, changes, "margin", turn)
 
-    def nearest_targets(self) -> None:
-        """Short runs towards the nearest few targets of each sample."""
+    def targets(self) -> None:
+        """A few steps towards each of the nearest targets, then a short run towards the one that came nearest."""
         state, attack, place = self.state, self.attack, self.place()
         shape = len(self.logits), min(attack.targets, self.logits.shape[1] - 1)
         self.table = state.y.new_zeros(shape)
@@ -246,14 +244,9 @@ class _Stages:
         if len(place):
             clean = (state.x[place], state.y[place], self.logits[place])
             self.table[place] = nearest_targets(state.model, *clean, state.threat, attack.candidates, shape[1])
-        for column in range(min(_NEAREST, shape[1])):
-            state.run_apgd(self.place(), attack.target_steps, self._towards(column), "target", column)
-
-    def targets(self) -> None:
-        """The rest of the short runs: the probability margin from its other side, and the other targets."""
-        self.margin(turn=1)
-        for column in range(_NEAREST, self.table.shape[1]):
-            self.state.run_apgd(self.place(), self.attack.target_steps, self._towards(column), "target", column)
+        for column in range(shape[1]):
+            state.run_apgd(self.place(), attack.steps_per_target, self._towards(column), "target", column)
+        state.run_apgd(self.place(), attack.nearest_steps, self._towards(self.reached.argmax(1)), "nearest target")
 
     def best_targets(self) -> None:
         """Long runs towards the classes with the best lead so far; the second one on the targeted DLR loss."""
@@ -287,7 +280,7 @@ class _Stages:
         missing, logits = self._boundary(place)
         if len(place):
             searches = [Progress(each.half[place], each.end[place]) for each in state.best.searches]
-            features[place] = features_of(missing[place], logits, state.y[place], searches)
+            features[place] = features_of(missing[place], logits, state.y[place], searches, state.threat)
         chance = chance_of(features)
         # Without a gradient the features say nothing; restarts may break what is nearly broken, whatever the rivals.
         nearest = min((reach for reach, _ in self.attack.reaches), default=0.0)

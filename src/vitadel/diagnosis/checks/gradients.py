@@ -161,10 +161,7 @@ def _off_ties(e: Examination, x: Tensor, reach: float) -> Tensor:
 
 def _modules(e: Examination) -> dict[str, list[str]]:
     """The modules whose gradient does not match what their output does, as evidence; nothing if there are none."""
-    from vitadel.attacks.bpda import find_masking_modules  # few models need it
-
-    found = list(find_masking_modules(e.model, e.first(4), e.seed))
-    return {MODULES: found} if found else {}
+    return {MODULES: list(e.masking_modules)} if e.masking_modules else {}
 
 
 def _seeded_logits(e: Examination, x: Tensor) -> Tensor:

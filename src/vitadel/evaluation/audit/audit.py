@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.parse import make, needs_known_family, numbered_targets, split_attack_list, without_escalation
+from vitadel.attacks.autoattack.fast import giving_up_nothing
+from vitadel.attacks.parse import check_targets, make, needs_known_family, split_attack_list, without_escalation
 from vitadel.attacks.settings import settings_of
 from vitadel.attacks.threats import make_threat
 from vitadel.data.batches import BadSample, read_batches
@@ -64,7 +65,7 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
 if TYPE_CHECKING:
-    from vitadel.evaluation.audit.course import Course
+    from vitadel.evaluation.audit.procedure import Procedure
     from vitadel.evaluation.engine.class_mapping import Classes
 
 __all__ = [
@@ -75,7 +76,6 @@ __all__ = [
     "AuditWork",
     "audit",
     "check_request",
-    "check_targets",
     "example_arrays",
     "run_audit",
     "run_audits",
@@ -132,10 +132,23 @@ class AuditRequest(RunRequest):
         if self.protocol is not None:
             protocol_named(self.protocol)
         self.make_attacks()  # reports a wrong name, norm or budget before anything is loaded
+        self.procedure()  # refuses what does not go together, before data are looked for
 
     @property
     def threat(self) -> Threat:
         return make_threat(self.norm, self.eps)
+
+    @property
+    def is_sequential(self) -> bool:
+        return self.within is not None or self.compare_with is not None
+
+    def procedure(self) -> Procedure | None:
+        """What the request asks for in place of one attack after another; a plain audit loads nothing of it."""
+        if not (self.curve or self.second_phase is not None or self.is_sequential):
+            return None
+        from vitadel.evaluation.audit.procedure import procedure_of
+
+        return procedure_of(self)
 
     def check_alone(self, flag: str, *others: str) -> None:
         """Refuse the named flags beside `flag`: each decides in its own way which attacks run on which images."""
@@ -146,7 +159,11 @@ class AuditRequest(RunRequest):
                 raise UserError(f"{flag} and {other} cannot be combined; leave out one of them")
 
     def make_attacks(self) -> list[tuple[str, Attack]]:
-        return [(name, make(name, eps=self.eps, norm=self.norm)) for name in self.attacks]
+        attacks = [(name, make(name, eps=self.eps, norm=self.norm)) for name in self.attacks]
+        if not self.is_sequential:
+            return attacks
+        # What is given up would depend on the whole sample, and each look has another one.
+        return [(name, giving_up_nothing(attack)) for name, attack in attacks]
 
 
 def audit(
@@ -216,7 +233,7 @@ def run_audits(target: Target, requests: Sequence[AuditRequest], processes: Proc
     """Audit by one request, or under the union of the threats of several; `more` as for `run_audit`."""
     if len(requests) == 1:
         return run_audit(target, requests[0], processes, **more)
-    if requests[0].within is not None or requests[0].compare_with is not None:
+    if requests[0].is_sequential:
         raise UserError("--within and --compare-with take one threat; name one norm and one eps")
     if requests[0].curve or requests[0].second_phase is not None:
         raise UserError("--curve and --second-phase take one threat; name one norm and one eps")
@@ -235,15 +252,11 @@ def run_audit(
     **options: Unpack[RunOptions],
 ) -> Outcome:
     """Audit the target. `examine` gives findings about the model before anything is attacked."""
-    course: Course | None = None
-    if request.curve or request.second_phase is not None:
-        from vitadel.evaluation.audit.course import course_of
+    procedure = request.procedure()
+    if request.is_sequential:
+        from vitadel.evaluation.audit.sequential_audit import run_sequential_audit
 
-        course = course_of(request)
-    if request.within is not None or request.compare_with is not None:
-        from vitadel.evaluation.audit.looks import run_looks
-
-        return run_looks(
+        return run_sequential_audit(
             target, request, processes, check_request, _work_of_a_look, verb=verb, examine=examine, **options
         )
     target = apply_class_subset(target)
@@ -254,9 +267,9 @@ def run_audit(
     settings = run_settings(target, request, indices)
 
     def work(run: Run) -> dict[str, Any]:
-        audit = AuditWork(run, target, request, settings, protocol, course=course)
+        audit = AuditWork(run, target, request, settings, protocol, procedure=procedure)
         results, verdicts = audit.judged(indices, mislabeled, examine)
-        return results if course is None else course.finish(run, results, verdicts)
+        return results if procedure is None else procedure.finish(run, results, verdicts)
 
     return execute(verb, target.model_spec, settings, processes, work, target=target, **options)
 
@@ -291,17 +304,6 @@ def check_request(target: Target, request: AuditRequest, indices: Tensor, device
     preflight(target.model.to(device), attacks, target.preprocess.shape)
 
 
-def check_targets(name: str, labels: Tensor) -> None:
-    """Refuse an attack whose target class is the label of some of the samples."""
-    for target_class in numbered_targets(name):
-        count = int((labels == target_class).sum())
-        if count:
-            raise UserError(
-                f"{name}: class {target_class} is the label of {count} of the {len(labels)} samples, so there is "
-                "nothing to reach for them; choose targets by a rule: targeted:next+, :least+ or :random+"
-            )
-
-
 @dataclass(frozen=True)
 class AuditWork:
     """The stages of an audit, for all images, for those of a shard, or for those of a look, which come in `blocks`."""
@@ -312,7 +314,7 @@ class AuditWork:
     settings: dict[str, Any]
     protocol: dict[str, Any]
     blocks: Blocks | None = None
-    course: Course | None = None
+    procedure: Procedure | None = None
 
     def judged(
         self,
@@ -330,12 +332,12 @@ class AuditWork:
             forward = (time.perf_counter() - start) / len(verdicts.index)
             findings = self._findings_about_clean(context, verdicts) + findings
             findings += findings_about_outputs(context, verdicts.index)
-            if self.course is None:
+            if self.procedure is None:
                 context = self._with_expected_times(context, verdicts, forward)
                 attacks, members = self.attack(context, verdicts, indices, findings)
             else:
                 run.write_unfinished(self._results(verdicts, findings))
-                attacks, members = self.course.attack(self, context, verdicts, indices, findings)
+                attacks, members = self.procedure.attack(self, context, verdicts, indices, findings)
             results = self._results(verdicts, findings) | accuracy_among_all(context, verdicts.index)
             if self.target.model_spec.startswith("published:"):
                 from vitadel.evaluation.audit.published_numbers import compare_with_published

@@ -19,7 +19,7 @@ from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.audit.audit import AuditRequest, AuditWork, check_request, run_audit
 from vitadel.evaluation.audit.protocols import compare_with_protocols
 from vitadel.evaluation.engine.reopen import reopen
-from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, environment, run_settings
+from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, check_workers, environment, run_settings
 from vitadel.evaluation.engine.stages import clean_stage
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.evaluation.engine.verdicts import Verdicts, accuracy_among_all
@@ -28,6 +28,7 @@ from vitadel.quantities import read_quantity
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.opening import recorded_opening, typed_words
 from vitadel.runtime.run_folder import (
+    SHARDS,
     Command,
     RunFolder,
     announce_run,
@@ -52,6 +53,7 @@ def run_shard(
 
     A shard that was killed goes on where it was, and one that is done returns at once.
     """
+    check_workers(options)
     out, argv, shown = options.get("out"), options.get("argv", ()), options.get("show_progress", False)
     if out is None:
         raise UserError("--shard needs --out: the folder that all shards share, or one for each, to be merged")
@@ -77,7 +79,8 @@ def run_shard(
     if done is not None:
         return done
     folder = RunFolder(path)
-    work = AuditWork(Run(folder, processes, shown, argv, how), target, request, settings, protocol)
+    run = Run(folder, processes, shown, argv, how, workers=options.get("workers"))
+    work = AuditWork(run, target, request, settings, protocol)
     try:
         context, _ = work.context(indices)
         context = replace(context, of_shard=True)
@@ -177,6 +180,8 @@ def _collect(runs: Sequence[Path], home: Path) -> None:
     for run, command in commands.items():
         _check_same(first, commands[first], run, command)
         own = shards_in(run)
+        if not own and run.resolve().parent.name == SHARDS:
+            raise UserError(f"{run} is one shard; give the folder of the whole run, {run.resolve().parents[1]}")
         if not own:
             raise UserError(f"{run} has no shards; they come from 'vitadel audit ... --shard I/N --out {run}'")
         for shard, path in own.items():

@@ -51,7 +51,7 @@ _DISTANCE = "distance"
 
 @dataclass
 class Curve:
-    """The course of an audit with `--curve`; what it finds is kept until the results are written."""
+    """The procedure of an audit with `--curve`; what it finds is kept until the results are written."""
 
     request: AuditRequest
     distance: Tensor = field(default_factory=lambda: torch.empty(0))

@@ -177,8 +177,9 @@ def given_up_of(members: Sequence[MemberResult], n: int) -> dict[str, Any]:
         f"random, were attacked to the end, and {found} were broken"
     )
     if evidence.searched_whole:
-        why = "Too many would be missed" if evidence.gave_up_too_many else "So few bound little"
-        sentence += f". {why}, so all were attacked to the end after all."
+        sentence += ". Too many would be missed, so all were attacked to the end after all."
+    elif evidence.audited == evidence.given_up:
+        sentence += ": all of them, as fewer would bound too little."
     else:
         sentence += f": at most {100 * most / n:.1f} points are missed by giving up (one-sided 95 % bound)."
     return {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.attention_scaling.aas import Rescaled
+from vitadel.attacks.settings import part_inside
 from vitadel.evaluation.engine.stages import MemberResult, RunContext, attack_stage, clean_stage
 from vitadel.evaluation.engine.verdicts import Verdicts, costs_of
 from vitadel.statistics import mcnemar, share, wilson
@@ -25,7 +26,7 @@ def describe_scaling(
 
     `indices` are all images of the run, `members` the results of the attack on those that were exposed to it.
     """
-    found = _scaling_inside(attack)
+    found = part_inside(attack, Rescaled)
     if found is None:
         return {}
     rescaled, around = found
@@ -36,17 +37,6 @@ def describe_scaling(
     if rescaled.controls:
         fields["controls"] = _run_controls(context, stage, rescaled, around, threat, members)
     return fields
-
-
-def _scaling_inside(attack: Attack) -> tuple[Rescaled, Callable[[Attack], Attack]] | None:
-    """The attack through scaled attention that an attack is or wraps, and what to put around another in its place."""
-    if isinstance(attack, Rescaled):
-        return attack, lambda other: other
-    found = _scaling_inside(attack.attack) if hasattr(attack, "attack") else None
-    if found is None:
-        return None
-    rescaled, around = found
-    return rescaled, lambda other: cast(Attack, replace(cast(Any, attack), attack=around(other)))
 
 
 def count_scaled(

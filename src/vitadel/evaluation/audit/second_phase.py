@@ -31,7 +31,7 @@ ESTIMATOR = "two-phase difference estimator: all images by the first attacks, a 
 
 @dataclass
 class SecondPhase:
-    """The course of an audit with `--second-phase`; what it finds is kept until the results are written."""
+    """The procedure of an audit with `--second-phase`; what it finds is kept until the results are written."""
 
     request: AuditRequest
     left: int = 0
@@ -69,7 +69,7 @@ class SecondPhase:
         """Run the first attacks on all images and the last one on a random part of those still correct."""
         request = self.request
         *first, name = request.attacks
-        alone = replace(work, request=replace(request, attacks=tuple(first), second_phase=None), course=None)
+        alone = replace(work, request=replace(request, attacks=tuple(first), second_phase=None), procedure=None)
         prepared, members = alone.attack(context, verdicts, indices, findings)
         robust = verdicts.index[verdicts.robust]
         # The same images whatever the batch size: those whose keyed draws are smallest.

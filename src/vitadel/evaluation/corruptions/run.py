@@ -13,9 +13,9 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from vitadel.evaluation.corruptions.corrupted_sources import corrupted_source
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.results import corruption_results, corruption_samples
-from vitadel.evaluation.corruptions.suppliers import supply_for
 from vitadel.evaluation.engine.expected_time import Trial
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, execute, request_from, run_settings
 from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target
@@ -50,25 +50,25 @@ def run_corruptions(
     target: Target, request: CorruptionRequest, processes: Processes, **options: Unpack[RunOptions]
 ) -> Outcome:
     target = apply_class_subset(target)
-    supply = supply_for(target, request)
+    source = corrupted_source(target, request)
     settings = run_settings(
         target,
         request,
-        supply.samples,
+        source.samples,
         suite="corruptions",
-        left_out=sorted(supply.left_out),
-        corrupted_at=list(supply.origin.shape),
+        left_out=sorted(source.left_out),
+        corrupted_at=list(source.origin.shape),
     )
 
     def work(run: Run) -> dict[str, Any]:
         context = run.context(target, request, precision=request.precision)
         with frozen(context.model):
-            found = supply.predict(context)
+            found = source.predict(context)
         run.write("samples.parquet", corruption_samples(found))
         return corruption_results(target, request, found, settings)
 
     def on_few(few: int, alone: Processes, **watched: Any) -> Outcome:
         return run_corruptions(target, replace(request, limit=few), alone, **watched)
 
-    trial = Trial(len(supply.samples), on_few)
+    trial = Trial(len(source.samples), on_few)
     return execute("audit", target.model_spec, settings, processes, work, target=target, trial=trial, **options)

@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitadel.attacks.autoattack.fast import giving_up_nothing
 from vitadel.attacks.goals import OnLogits, gradient
 from vitadel.attacks.parse import make
 from vitadel.attacks.per_sample import run_attack
 from vitadel.attacks.threats import make_threat
 from vitadel.data.batches import Batch, read_batches
 from vitadel.evaluation.engine.attack_preparation import needs_calibration
-from vitadel.evaluation.engine.stages import RunContext, Stream, count_passes, judge, members_of, rules_of
+from vitadel.evaluation.engine.stages import RunContext, Stream, count_passes, is_staged, judge, members_of, rules_of
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import duration
 from vitadel.runtime.rng import SampleRNG
@@ -43,6 +44,7 @@ _MOST_SCREENED, _MOST_TRIED = 64, 16
 _BUDGET = 0.03  # share of the likely cost that the screening may take, and the trial of each group
 _SECONDS = 2.0, 90.0  # the least and the most time for the trial of a group
 _FEW = 4
+_FEW_IMAGES = 200  # of so few, most that `autoattack-fast` gives up are audited, and so searched to the end
 _EARLY = 3.0  # gradients that a misclassified image costs, as long as nothing is known
 
 
@@ -259,6 +261,8 @@ def estimate(
     if times is None:
         with context.arithmetic():
             times = PassTimes.measure(model, gray_batch(context, len(indices)))
+    if len(indices) < _FEW_IMAGES:
+        attacks = [(name, giving_up_nothing(attack) if is_staged(attack) else attack) for name, attack in attacks]
     stages = stages_of(attacks, independent)
 
     def seconds(passes: Passes) -> float:

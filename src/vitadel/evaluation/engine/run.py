@@ -20,7 +20,7 @@ from vitadel.errors import Interrupted, UserError, nearest_names
 from vitadel.evaluation.engine.stages import MemoryCache, RunContext
 from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import count_macs
-from vitadel.quantities import quantity_text
+from vitadel.quantities import WORKERS, quantity_text
 from vitadel.runtime.distributed import Processes
 from vitadel.runtime.opening import Opening
 from vitadel.runtime.run_folder import (
@@ -171,6 +171,13 @@ class Run:
         return usual_workers(self.processes.count)
 
 
+def check_workers(options: RunOptions) -> None:
+    """Refuse a number of reading processes that cannot be meant."""
+    workers = options.get("workers")
+    if workers is not None and not WORKERS.holds(workers):
+        raise UserError(f"--workers must be {WORKERS.words}, got {workers}; leave it out for the usual number")
+
+
 def run_settings(target: Target, request: RunRequest, indices: Tensor, **more: Any) -> dict[str, Any]:
     """What a resumed run must agree in: model and data with their fingerprints, the request, and `more`."""
     settings = {
@@ -207,8 +214,7 @@ def execute(
     `Interrupted` with this run's folder, also if a run inside it was interrupted. A new run whose progress is shown
     first says its likely time, by the `trial`.
     """
-    if (options.get("workers") or 0) < 0:
-        raise UserError(f"--workers must be 0 or more, got {options.get('workers')}; leave it out for the usual number")
+    check_workers(options)
     out, folder = options.get("out"), None
     argv = options.get("argv") or sys.argv
     opening = options.get("opening") or (None if target is None else target.opening)

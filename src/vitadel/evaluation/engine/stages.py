@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.per_sample import run_attack
+from vitadel.attacks.settings import part_inside
 from vitadel.attacks.wrappers import MEMBER, Stage, Staged, StageResult, next_stage
 from vitadel.backbones.classifier import check_logits, fastest_attention
 from vitadel.data.batches import Batch, Preprocess, read_batches
@@ -394,20 +395,13 @@ def ordinary_form(attack: Attack) -> Attack:
     return attack if staged is None else _first_stage(*staged).attack
 
 
+def _staged_inside(attack: Attack) -> tuple[Staged, Callable[[Attack], Attack]] | None:
+    return part_inside(attack, Staged)  # type: ignore[type-abstract]
+
+
 def _first_stage(ensemble: Staged, around: Callable[[Attack], Attack]) -> Stage:
     first = next(ensemble.stages(SampleRNG.of_samples(0, [0])))
     return replace(first, attack=around(first.attack))
-
-
-def _staged_inside(attack: Attack) -> tuple[Staged, Callable[[Attack], Attack]] | None:
-    """The staged ensemble that an attack is or wraps, and what to put around each of its attacks; else None."""
-    if isinstance(attack, Staged):
-        return attack, lambda stage: stage
-    found = _staged_inside(attack.attack) if hasattr(attack, "attack") else None
-    if found is None:
-        return None
-    ensemble, around = found
-    return ensemble, lambda stage: cast(Attack, replace(cast(Any, attack), attack=around(stage)))
 
 
 def _run_stages(

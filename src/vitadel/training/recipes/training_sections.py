@@ -16,6 +16,7 @@ from vitadel.quantities import (
     POSITIVE,
     SEED,
     SHARE,
+    WORKERS,
     check_ranges,
 )
 from vitadel.types import Threat
@@ -94,7 +95,7 @@ class DataSection:
             held_out=NOT_NEGATIVE,
             limit=AT_LEAST_ONE,
             easier_epochs=NOT_NEGATIVE,
-            workers=NOT_NEGATIVE,
+            workers=WORKERS,
             shuffle_buffer=AT_LEAST_ONE,
         )
         if (self.easier is None) != (self.easier_epochs == 0):

@@ -188,7 +188,7 @@ def _read_other(results: Mapping[str, Any], path: Path) -> _Other:
     return validated(_Other, known, f"--compare-with: '{path / 'results.json'}'")
 
 
-def run_looks(
+def run_sequential_audit(
     target: Target,
     request: AuditRequest,
     processes: Processes,
@@ -201,7 +201,6 @@ def run_looks(
 ) -> Outcome:
     """Audit a growing sample until the rule that the request names is met; `audit` makes the work of a look."""
     target = apply_class_subset(target)
-    _check(request)
     rows, mislabeled = target.selection(request.limit, request.seed, request.skip_bad)
     rule: Rule
     if request.compare_with is not None:
@@ -262,12 +261,13 @@ class _Growing:
         return Blocks(index, number[order], self.batches)
 
 
-def _check(request: AuditRequest) -> None:
+def check_sequential(request: AuditRequest) -> None:
+    """Refuse what cannot be combined with an audit that takes as many images as it needs."""
     flag = "--within" if request.compare_with is None else "--compare-with"
-    if any(getattr(attack, "least_chance", 0) for _, attack in request.make_attacks()):
+    if any("least_chance" in name for name in request.attacks):
         raise UserError(
-            f"{flag} and least_chance of autoattack-fast cannot be combined: what is given up depends on all images, "
-            "and each look has others. Leave out least_chance."
+            f"{flag} and least_chance of autoattack-fast cannot be combined: nothing is given up here, as that "
+            "depends on all images, and each look has others. Leave out least_chance."
         )
     if request.within is not None and request.compare_with is not None:
         raise UserError("--within and --compare-with stop by different rules; give one of them")

@@ -41,7 +41,7 @@ from vitadel.evaluation.engine.verdicts import Verdicts
 from vitadel.types import Source
 
 
-class Supply(Protocol):
+class CorruptedSource(Protocol):
     """The images of a benchmark, and a model's predictions on all their versions."""
 
     @property
@@ -60,7 +60,7 @@ class Supply(Protocol):
     def predict(self, context: RunContext) -> PredictionSet: ...
 
 
-def supply_for(target: Target, request: CorruptionRequest) -> Supply:
+def corrupted_source(target: Target, request: CorruptionRequest) -> CorruptedSource:
     """From files if the data is a benchmark itself, else made on the fly."""
     stored = stored_images(target.source, target.data_spec, request.corruptions, COMMON, request.severities)
     if stored is not None:

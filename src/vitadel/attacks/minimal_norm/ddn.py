@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import cross_entropy
-from vitadel.attacks.minimal_norm import TINY, Nearest, check_settings, cosine, length_of
+from vitadel.attacks.minimal_norm.nearest import TINY, Nearest, check_settings, cosine, length_of
 from vitadel.attacks.per_sample import per_sample, takes_arrays
 from vitadel.attacks.threats import L2
 from vitadel.backbones.classifier import check_pixels

@@ -10,12 +10,15 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import fooled
 from vitadel.attacks.per_sample import per_sample
-from vitadel.attacks.threats import L0, L1, L2, Linf, shift_to_budget
+from vitadel.attacks.threats import L1, L2, Linf, shift_to_budget
 from vitadel.errors import UserError
 from vitadel.types import Threat
 
 TINY = 1e-12
-ORDERS: dict[type, float] = {Linf: math.inf, L2: 2.0, L1: 1.0, L0: 0.0}
+LAST_GAMMA = 0.001
+"""The share by which FMN's radii still change in the last steps."""
+
+ORDERS: dict[type, float] = {Linf: math.inf, L2: 2.0, L1: 1.0}
 
 
 @dataclass
@@ -79,16 +82,13 @@ def check_settings(attack: str, threat: Threat, allowed: tuple[type, ...], **cou
 
 
 def length_of(delta: Tensor, order: float) -> Tensor:
-    """The norm of each perturbation; of order 0 the number of values that change."""
+    """The norm of each perturbation."""
     length: Tensor = torch.linalg.vector_norm(delta.flatten(1), ord=order, dim=1)
     return length
 
 
 def project_to_radius(z: Tensor, x: Tensor, radius: Tensor, order: float) -> Tensor:
-    """The points of box and balls of these radii, one for each sample, that are nearest to `z` or no farther from `x`.
-
-    In L0 the ball holds the perturbations of at most `radius` values: the largest changes stay.
-    """
+    """The points of box and balls of these radii, one for each sample, nearest to `z` or no farther from `x`."""
     if order == math.inf:
         reach = per_sample(radius, x)
         return torch.minimum(torch.maximum(z, x - reach), x + reach).clamp(0, 1)
@@ -97,15 +97,9 @@ def project_to_radius(z: Tensor, x: Tensor, radius: Tensor, order: float) -> Ten
         length = length_of(delta, 2.0).clamp(min=TINY)
         return (x + delta * per_sample((radius / length).clamp(max=1), x)).clamp(0, 1)
     flat, start = delta.flatten(1), x.flatten(1)
-    if order == 1:
-        reach, room = flat.abs(), torch.where(flat > 0, 1 - start, start)
-        kept = torch.minimum((reach - shift_to_budget(reach, room, radius)[:, None]).clamp(min=0), room)
-        return (start + kept * flat.sign()).view_as(x)
-    inside = (z.clamp(0, 1) - x).flatten(1)
-    largest, rank = inside.abs().sort(dim=1, descending=True, stable=True)
-    stays = (torch.arange(flat.shape[1], device=x.device) < radius[:, None]) & (largest > 0)
-    kept = torch.zeros_like(inside).scatter(1, rank, inside.gather(1, rank) * stays)
-    return (start + kept).view_as(x)
+    reach, room = flat.abs(), torch.where(flat > 0, 1 - start, start)
+    kept = torch.minimum((reach - shift_to_budget(reach, room, radius)[:, None]).clamp(min=0), room)
+    return (start + kept * flat.sign()).view_as(x)
 
 
 def cosine(turn: int, steps: int, first: float, last: float) -> float:

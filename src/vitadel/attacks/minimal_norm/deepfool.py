@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.fab import nearest_boundary, to_hyperplane
 from vitadel.attacks.losses import check_classes, likeliest_wrong
-from vitadel.attacks.minimal_norm import ORDERS, TINY, Nearest, check_settings
+from vitadel.attacks.minimal_norm.nearest import ORDERS, TINY, Nearest, check_settings
 from vitadel.attacks.per_sample import per_sample, takes_arrays
 from vitadel.attacks.threats import L1, L2, Linf, dual_order
 from vitadel.backbones.classifier import check_pixels

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vitadel.evaluation.audit.curve import Curve
 from vitadel.evaluation.audit.second_phase import SecondPhase
+from vitadel.evaluation.audit.sequential_audit import check_sequential
 from vitadel.types import Attack
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from vitadel.evaluation.engine.verdicts import Verdicts
 
 
-class Course(Protocol):
-    """Another course of the attacks than one after another on what the earlier ones left."""
+class Procedure(Protocol):
+    """How the attacks of an audit run, where not one after another on what the earlier ones left."""
 
     def attack(
         self, work: AuditWork, context: RunContext, verdicts: Verdicts, indices: Tensor, findings: list[dict[str, Any]]
@@ -27,10 +28,17 @@ class Course(Protocol):
         ...
 
     def finish(self, run: Run, results: dict[str, Any], verdicts: Verdicts) -> dict[str, Any]:
-        """The results with what the course adds."""
+        """The results with what the procedure adds."""
         ...
 
 
-def course_of(request: AuditRequest) -> Course:
-    """The course that a request asks for; refuses what does not go together."""
-    return Curve(request) if request.curve else SecondPhase(request)
+def procedure_of(request: AuditRequest) -> Procedure | None:
+    """The procedure that a request asks for, if any; refuses what does not go together."""
+    procedure: Procedure | None = None
+    if request.curve:
+        procedure = Curve(request)
+    elif request.second_phase is not None:
+        procedure = SecondPhase(request)
+    if request.is_sequential:
+        check_sequential(request)
+    return procedure

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.fmn import FMN
 from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import margin
-from vitadel.attacks.minimal_norm import ORDERS, Nearest, check_settings, cosine, project_to_radius
+from vitadel.attacks.minimal_norm.fmn import FMN
+from vitadel.attacks.minimal_norm.nearest import ORDERS, Nearest, check_settings, cosine, project_to_radius
 from vitadel.attacks.per_sample import per_sample, takes_arrays
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.backbones.classifier import check_pixels

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import margin
-from vitadel.attacks.minimal_norm import (
+from vitadel.attacks.minimal_norm.fmn_l0 import SparseFMN
+from vitadel.attacks.minimal_norm.nearest import (
+    LAST_GAMMA,
     ORDERS,
     TINY,
     Nearest,
@@ -20,19 +22,19 @@ from vitadel.attacks.minimal_norm import (
     project_to_radius,
 )
 from vitadel.attacks.per_sample import per_sample, takes_arrays
+from vitadel.attacks.threats import L0, dual_order
 from vitadel.backbones.classifier import check_pixels
+from vitadel.errors import UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
-_LAST_GAMMA = 0.001
 _LENGTHS = {math.inf: 10.0}  # of the first step; 1 in the other norms
-_DUALS = {math.inf: 1.0, 2.0: 2.0, 1.0: math.inf, 0.0: math.inf}
 
 
 @dataclass(frozen=True)
 class FMN:
-    """The smallest adversarial perturbation found, in Linf, L2, L1 or L0, if it is inside the budget.
+    """The smallest adversarial perturbation found, in Linf, L2 or L1, if it is inside the budget.
 
     Each step ascends the logit margin and projects to a ball of the sample's own radius. Before the first adversarial
     point the radius reaches beyond the linearized boundary, by the share `gamma`; then it shrinks by `gamma` after an
@@ -60,7 +62,7 @@ class FMN:
         length = _LENGTHS.get(order, 1.0) if self.length is None else self.length
         with frozen(model), torch.no_grad():
             nearest = Nearest.start(self.threat, model, x, y, self.stop_when_fooled)
-            z, radius = x.clone(), x.new_full((len(x),), torch.inf if order else 1.0)
+            z, radius = x.clone(), x.new_full((len(x),), torch.inf)
             for turn in range(self.steps):
                 with torch.enable_grad():
                     logits = model(z.requires_grad_())
@@ -73,8 +75,8 @@ class FMN:
                     z, radius, grad, gap, wrong = z[rows], radius[rows], grad[rows], gap[rows], wrong[rows]
                     if len(rows) == 0:
                         return nearest.result(x)
-                gamma = cosine(turn, self.steps, self.gamma, _LAST_GAMMA)
-                steepness = length_of(grad, _DUALS[order]).clamp(min=TINY)
+                gamma = cosine(turn, self.steps, self.gamma, LAST_GAMMA)
+                steepness = length_of(grad, dual_order(self.threat)).clamp(min=TINY)
                 radius = self._radius(nearest, z, radius, gap.abs() / steepness, wrong, gamma)
                 radius = radius.to(x.dtype).clamp(max=self.threat.eps)  # nothing beyond the budget would count
                 step = cosine(turn, self.steps, length, length / 100)
@@ -88,10 +90,6 @@ class FMN:
     ) -> Tensor:
         """The next radii, from what is `missing` to the linearized boundary and whether the point is adversarial."""
         best = nearest.best.to(radius.dtype)
-        if ORDERS[type(self.threat)] == 0:  # whole numbers of values, so by one at least
-            smaller = torch.minimum(torch.minimum(radius - 1, (radius * (1 - gamma)).floor()), best)
-            larger = torch.maximum(radius + 1, (radius * (1 + gamma)).floor())
-            return torch.where(wrong, smaller, larger).clamp(1, math.prod(z.shape[1:]))
         reaching = self.threat.size(z, nearest.x).to(radius.dtype) + missing
         larger = (1 + gamma) * torch.where(best.isfinite(), radius, reaching)
         return torch.where(wrong, torch.minimum(radius * (1 - gamma), best), larger)
@@ -100,5 +98,10 @@ class FMN:
         return self.steps, 1
 
 
-def fmn(threat: Threat, steps: int = 100, step: float | None = None, gamma: float = 0.05) -> FMN:
-    return FMN(threat, steps, step, gamma)
+def fmn(threat: Threat, steps: int = 100, step: float | None = None, gamma: float = 0.05) -> FMN | SparseFMN:
+    """FMN in the norm of the threat; in L0 values move to the walls, so there is no length of a step."""
+    if not isinstance(threat, L0):
+        return FMN(threat, steps, step, gamma)
+    if step is not None:
+        raise UserError(f"step of fmn has no meaning in l0, where values move to 0 or 1; leave out step={step:g}")
+    return SparseFMN(threat, steps, gamma)

@@ -11,7 +11,7 @@ from torch import nn
 from small_recipes import recipe
 from vitadel.backbones.classifier import wrap
 from vitadel.runtime.distributed import join_processes
-from vitadel.training.pass_counter import count_image_passes
+from vitadel.training.metrics import count_image_passes
 from vitadel.training.run import run_harden
 from vits import make_vit
 
