@@ -14,7 +14,6 @@ of the images. A MODEL of small:NAME is one of `small_models.py`. --data names o
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from cases import Case
 from numpy.typing import NDArray
 from small_models import SmallModel, balanced_eps, small_model
 
-from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast
+from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast, most_missed
 from vitadel.attacks.autoattack.fast_evidence import AUDIT, SEARCH, FastEvidence
 from vitadel.attacks.autoattack.prospects import FEATURES, chance_of
 from vitadel.attacks.threats import make_threat
@@ -163,7 +162,7 @@ def simulate(cases: list[tuple[str, NDArray[Any], NDArray[Any]]], rounds: int, s
             unseen = info["given_up"] & ~info["audited"]
             info["fell_in"][unseen] = -1
             results = {SEARCH: StageResult(torch.arange(len(rows)), info["fell_in"] >= 0, info)}
-            more = FastEvidence(results).more_to_audit(math.floor(AutoAttackFast.most_missed * len(rows)))
+            more = FastEvidence(results).more_to_audit(most_missed(AutoAttackFast.most_missed, len(rows)))
             places = torch.from_numpy(rng.permutation(unseen.nonzero().squeeze(1).numpy())[:more]).sort().values
             broken = torch.from_numpy(y[rows])
             results[AUDIT] = StageResult(places, broken[places], {})

@@ -55,13 +55,18 @@ from vitadel.types import Attack, Threat
 if TYPE_CHECKING:
     from vitadel.attacks.autoattack.fast_search import FastSearch
 
-__all__ = ["LEAST_SENTINELS", "STAGES", "AutoAttackFast", "SquareSentinel", "giving_up_nothing"]
+__all__ = ["LEAST_SENTINELS", "STAGES", "AutoAttackFast", "SquareSentinel", "giving_up_nothing", "most_missed"]
 
 LEAST_SENTINELS = 40
 
 _REACHES = ((0.3, 1), (0.15, 2), (0.06, 4))  # (missing distance in units of eps, restarts for samples below it)
 _SHARE = 0.04  # of the samples that are still correct: those that FAB attacks, and Square if they are enough
 _FIRST_ROUND = 100  # queries
+
+
+def most_missed(factor: float, samples: int) -> int:
+    """How many samples may be missed by giving up: no more than the sampling error of a share, if the factor is 1."""
+    return math.floor(factor * math.sqrt(samples))
 
 
 def giving_up_nothing(attack: Attack) -> Attack:
@@ -99,8 +104,9 @@ class AutoAttackFast:
     Square with at most `sentinel_queries`. Without `escalate` an alarm remains a warning.
 
     Samples that the long runs and restarts break with a chance below `least_chance` (0: none) are given up before them,
-    but for a random `audited_share`, and as many more as bound the missed share by `most_missed`. If so many of these
-    are broken that more are missed than can be tolerated, all are attacked to the end.
+    but for a random `audited_share`, and as many more as bound the missed ones by `most_missed` times the square root
+    of the number of samples, which is about the half width of the widest 95 % interval. If so many of these are broken
+    that more are missed than can be tolerated, all are attacked to the end.
     """
 
     threat: Threat
@@ -118,7 +124,7 @@ class AutoAttackFast:
     escalate: bool = True
     least_chance: float = 0.001
     audited_share: float = 0.08
-    most_missed: float = 0.04
+    most_missed: float = 1.0
     reaches: tuple[tuple[float, int], ...] = field(default=_REACHES, kw_only=True)
     ensemble: Callable[[Threat], WorstOf] = field(default=autoattack, kw_only=True)
 
@@ -180,8 +186,7 @@ class AutoAttackFast:
             return None  # with signs all of AutoAttack runs anyway
         if evidence.gave_up_too_many:
             return WHOLE_SEARCH, unseen
-        most = math.floor(self.most_missed * evidence.attacked)
-        more = evidence.more_to_audit(most)
+        more = evidence.more_to_audit(most_missed(self.most_missed, evidence.attacked))
         if evidence.audited_more or more == 0:
             return None
         return AUDIT, unseen[lots[unseen].argsort()[:more]].sort().values
