@@ -23,7 +23,7 @@ from vitadel.instrument.hooks import frozen
 
 SIZE = 16
 _BATCH, _EPOCHS = 64, 12
-_IMAGES = 2000  # of the training
+_IMAGES, _PER_CLASS = 2000, 20  # of the training, at least
 _EPS = {"shapes": 8 / 255, "cifar": 4 / 255, "patterns": 8 / 255}  # of the adversarial training
 
 
@@ -41,9 +41,9 @@ def small_model(name: str, images: int, cifar10: str = "cifar10") -> SmallModel:
     """Train the model of this name; `images` are the test images, `cifar10` the data spec of CIFAR-10."""
     data, network, training = name.split("-")
     adversarial = {"adversarial": True, "standard": False}[training]
-    (x, y), (test, labels) = (
-        _images(data, split, count, cifar10) for split, count in (("train", _IMAGES), ("test", images))
-    )
+    classes = int(data.removeprefix("patterns")) if data.startswith("patterns") else 10
+    counts = (("train", max(_IMAGES, _PER_CLASS * classes)), ("test", images))
+    (x, y), (test, labels) = (_images(data, split, count, cifar10) for split, count in counts)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = {"vit": _vit, "cnn": _cnn}[network](int(y.max()) + 1)
