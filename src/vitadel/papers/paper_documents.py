@@ -135,7 +135,8 @@ class Small(_Part):
 
     `rows` maps ids to recipe rows where they differ. `columns` are those that can be had in small; all by default.
     `set_given` changes the recipe for data that the user gives. Without `recipe`, rows are trained by their own
-    recipes, changed by `set`, and what they start from by `set_start`.
+    recipes, changed by `set`, and what they start from by `set_start`. `after` are settings of all these trainings that
+    name the result of another one: {key: recipe#row}.
     """
 
     about: str

@@ -307,10 +307,12 @@ def _row_training(item: Item, row: Row, seed: int, request: TableRequest) -> Tra
     def start(key: str, name: str) -> Training:
         changes = small.set_start if small else {}
         before = tuple((each, start("", other)) for each, other in row.start_after.get(key, {}).items())
+        before += _small_start(small, first, _given_data(request))
         return replace(training(name, changes, first), after=before, choose=row.choose_start if key else None)
 
     own = training(str(row.train), {**row.set, **(small.set if small else {})}, seed)
     after = tuple((key, start(key, name)) for key, name in row.after.items())
+    after += _small_start(small, first, _given_data(request))
     return replace(own, after=after, choose=row.choose)
 
 
@@ -326,12 +328,14 @@ def _given_data(request: TableRequest) -> dict[str, Any]:
 def _small_training(small: Small, row: Row, seed: int, request: TableRequest) -> Training:
     assert small.recipe is not None
     given = {**small.set_given, **_given_data(request)} if request.train_data is not None else {}
-    after = tuple(
-        (key, Training(recipe, name, seed, given))
-        for key, each in small.after.items()
-        for recipe, _, name in [each.partition("#")]
-    )
+    after = _small_start(small, seed, given)
     return Training(small.recipe, (small.rows or {}).get(row.id, row.id), seed, given, after)
+
+
+def _small_start(small: Small | None, seed: int, given: Mapping[str, Any]) -> tuple[tuple[str, Training], ...]:
+    """What all trainings in small start from."""
+    starts = small.after if small else {}
+    return tuple((key, Training(*_name(each), seed, given)) for key, each in starts.items())
 
 
 def _located(recipe: str, row: str, changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:
