@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from toys import TinyNet, images
 from vitadel.attacks import make
-from vitadel.attacks.bpda import BPDA, SearchedBPDA, bpda, find_masking_modules
+from vitadel.attacks.bpda import BPDA, SearchedBPDA, bpda, find_masking_modules, named_modules
 from vitadel.errors import UserError
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Calibrated
@@ -122,8 +122,18 @@ def test_the_search_is_a_preparation():
     ready = attack.prepared(model, [(images(4, seed=7), y[:4])])
     assert ready.modules == ("input_transform",)
     assert torch.equal(ready(model, x, y), make("bpda(modules=Input_Transform)+fgsm", eps=EPS)(model, x, y))
-    with pytest.raises(UserError, match="found no module"):
+    with pytest.raises(UserError, match=r"wrong\. If the model"):
         attack.prepared(TinyNet().eval(), [(images(4), y[:4])])
+    noisy = Linear(lambda x: x + 0.02 * torch.randn_like(x))
+    with pytest.raises(UserError, match=r"found no module.*two answers to the same images.*eot:20\+pgd-20"):
+        attack.prepared(noisy, [(images(4), y[:4])])
+
+
+def test_a_name_that_modules_share_is_proposed_once():
+    model = nn.ModuleDict({name: Linear(stairs) for name in "ab"})
+    both = r"[ab]\.input_transform, [ab]\.input_transform"
+    with pytest.raises(UserError, match=rf"did you mean input_transform, {both}\?"):
+        named_modules(model, ("input_transfrom",))
 
 
 def test_eot_and_bpda_together():

@@ -106,6 +106,12 @@ class SearchedBPDA:
     def prepared(self, model: nn.Module, calibration: Iterable[tuple[Tensor, Tensor]], seed: int = 0) -> BPDA:
         x = next(iter(calibration))[0]
         found = find_masking_modules(model, x, seed)
+        if not found and _answers_at_random(model, x):
+            raise UserError(
+                "bpda found no module whose backward pass is missing, zero or wrong; but the model gives two answers "
+                "to the same images. Average over its randomness: eot:20+pgd-20; or name modules: "
+                "eot:20+bpda(modules=NAME)+pgd-20"
+            )
         if not found:
             raise UserError(
                 "bpda found no module whose backward pass is missing, zero or wrong. If the model changes images or "
@@ -154,15 +160,17 @@ def _check_one_answer(model: nn.Module, attack: Attack, x: Tensor) -> None:
     inner: object = attack
     while inner is not None and not isinstance(inner, Averaged):
         inner = getattr(inner, "attack", None)
-    if inner is not None or _is_averaged(model) or len(x) == 0:
-        return
-    with frozen(model), torch.no_grad():
-        first, second = model(x), model(x)
-    if float((first - second).abs().max()) > _RANDOM * float(first.abs().max()):
+    if inner is None and not _is_averaged(model) and len(x) > 0 and _answers_at_random(model, x):
         raise UserError(
             "the model gives two answers to the same images, and bpda follows the gradient of one pass. "
             "Average over its randomness: eot:20+bpda+pgd-20"
         )
+
+
+def _answers_at_random(model: nn.Module, x: Tensor) -> bool:
+    with frozen(model), torch.no_grad():
+        first, second = model(x), model(x)
+    return float((first - second).abs().max()) > _RANDOM * float(first.abs().max())
 
 
 def named_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -174,7 +182,7 @@ def named_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.M
         hits = [name for name in known if fnmatchcase(name.lower(), low)]
         hits = hits or [name for name in known if fnmatchcase(name.lower(), f"*.{low}")]
         if not hits:
-            ends = [name.rpartition(".")[2] for name in known]
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in known)
             near = nearest_names(pattern, [*known, *ends]) or "."
             some = ", ".join(list(known)[:5])
             raise UserError(
