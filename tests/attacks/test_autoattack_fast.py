@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from toys import Constant, TinyNet, images
+from toys import Constant, TinyNet, images, trained_toy
 from vitadel.attacks.apgd import apgd_ce, apgd_t
 from vitadel.attacks.autoattack.fast import STAGES, AutoAttackFast, giving_up_nothing
 from vitadel.attacks.autoattack.fast_search import _two_phases
@@ -23,6 +23,7 @@ from vitadel.attacks.parse import make
 from vitadel.attacks.per_sample import SampleInfo
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.attacks.wrappers import Stage, StageResult, WorstOf, next_stage
+from vitadel.diagnosis.gallery.pixels import triangle
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes, judge
 from vitadel.instrument.attention import attention_maps, scaled_attention
@@ -173,6 +174,32 @@ def test_masked_gradients_are_noticed_and_all_of_autoattack_runs():
     assert (alone[notes["fell_in"] == STAGES.index("escalation")] < 0).all()
 
 
+class Rippled(nn.Module):
+    """Pixels with a triangle wave, 2/255 wide, before a model: half of all gradients point back."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(triangle(2, 1.5)(x))
+
+
+@pytest.mark.slow
+def test_given_up_samples_of_a_masked_model_get_all_of_autoattack():
+    """The gradients point nowhere, so nearly all samples seem far from every boundary."""
+    toy, x, y = trained_toy()
+    model, ball = Rippled(toy), Linf(0.05)
+    right = (model(x[:100]).argmax(1) == y[:100]).nonzero()[:, 0]
+    x, y, rng = x[right], y[right], SampleRNG.of_samples(0, range(len(right)))
+    z, notes = AutoAttackFast(ball, ensemble=short).run_with_info(model, x, y, rng)
+    held = judge(model, ball, x, z, y).held
+    by_escalation = notes["fell_in"] == STAGES.index("escalation")
+    assert notes["given_up"].double().mean() > 0.9
+    assert int((notes["given_up"] & by_escalation).sum()) > 5
+    assert not (held & ~judge(model, ball, x, short(ball)(model, x, y, rng), y).held).any()
+
+
 def drive(
     fast: AutoAttackFast, fooled: Callable[[Stage], Tensor], n: int, probed: SampleInfo | None = None, **info: Tensor
 ) -> list[Stage]:
@@ -276,6 +303,35 @@ def test_all_are_attacked_after_all_if_a_further_audit_is_broken():
     every = torch.cat([stages[1].places, stages[2].places]).sort().values
     assert torch.equal(every, torch.arange(200, 388))
     assert not any(int(stages[1].places[0]) in stage.places for stage in stages[2:])
+
+
+@pytest.mark.parametrize("escalate", [True, False])
+def test_sentinels_and_escalation_include_given_up_samples(escalate):
+    place = torch.arange(400)
+    info = {"given_up": place >= 10, "audited": place >= 370}
+
+    def breaks(stage: Stage) -> Tensor:
+        return torch.full((len(stage.places),), stage.name == "square-sentinel-1")
+
+    stages = drive(AutoAttackFast(Linf(0.1), escalate=escalate), breaks, 400, **info)
+    square = next(stage for stage in stages if stage.name == "square-sentinel-1")
+    seen = next(stage.places for stage in stages if stage.name == "audit")
+    unseen = place[(place >= 10) & (place < 370) & ~torch.isin(place, seen)]
+    assert torch.isin(square.places, unseen).any()
+    assert (stages[-1].name == "square") == escalate
+    if escalate:
+        assert torch.equal(stages[-1].places, place[~torch.isin(place, square.places)])
+
+
+def test_signs_of_the_search_spare_given_up_samples_no_member():
+    """They would be audited, but all of AutoAttack runs on them."""
+    place, gains = torch.arange(60), torch.zeros(60, len(KINDS), len(SCALES), len(TERMS), dtype=torch.float64)
+    gains[:, 0, 2, TERMS.index("steps")] = 10
+    info = {"given_up": place >= 10, "audited": place >= 57, "gains": gains}
+    stages = drive(AutoAttackFast(Linf(0.1)), nothing, 60, **info)
+    assert "audit" not in [stage.name for stage in stages]
+    for member in ("apgd-ce", "apgd-t", "fab-t", "square"):
+        assert torch.equal(next(stage.places for stage in stages if stage.name == member), place)
 
 
 def test_growing_samples_are_searched_to_the_end():
