@@ -139,14 +139,17 @@ class Attacked:
     def left(self, name: str, places: Tensor) -> Tensor:
         return places[~self.fooled(make(name, eps=self.eps), places)[0]]
 
-    def run_stages(self, attack: AutoAttackFast) -> dict[str, StageResult]:
+    def run_stages(self, attack: AutoAttackFast) -> tuple[dict[str, StageResult], dict[str, int]]:
+        """The results of all stages, and what each of them costs in passes."""
         results: dict[str, StageResult] = {}
+        costs: dict[str, int] = {}
         stages, last = attack.stages(self.rng), None
         while (stage := next_stage(stages, last)) is not None:
             rng = stage.own(self.rng[stage.places])
-            last = StageResult(stage.places, *self.fooled(stage.attack, stage.places, rng))
-            results[stage.name] = last
-        return results
+            with count_passes(self.model) as cost:
+                last = StageResult(stage.places, *self.fooled(stage.attack, stage.places, rng))
+            results[stage.name], costs[stage.name] = last, passes(cost)
+        return results, costs
 
 
 def attacked(case: Case, n: int) -> Attacked:
@@ -173,18 +176,17 @@ def measure(case: Case, settings: dict[str, Any], n: int, compare: bool) -> dict
     try:
         target = attacked(case, n)
         every = torch.arange(len(target.x))
-        with count_passes(target.model) as cost:
-            results = target.run_stages(AutoAttackFast(make_threat("linf", target.eps), **settings))
+        results, costs = target.run_stages(AutoAttackFast(make_threat("linf", target.eps), **settings))
     except UserError as error:
         return row | {"verdict": "refused", "reasons": [str(error)]}
     evidence = FastEvidence(results)
     broken = torch.cat([result.samples[result.fooled] for result in results.values()])
     left = every[~torch.isin(every, broken)]
-    row |= {"clean": len(every), "fast": len(left), "verdict": verdict_of(evidence), "cost": passes(cost)}
+    row |= {"clean": len(every), "fast": len(left), "verdict": verdict_of(evidence), "passes": costs}
     row |= {"reasons": evidence.signs if evidence.searched else [], "doubts": evidence.doubts}
     row |= {"stages": {name: int(result.fooled.sum()) for name, result in results.items()}}
     row |= {"kept promise": known(evidence.kept_promise), "wild steps": known(evidence.wild_steps)}
-    row |= {"ahead": evidence.ahead}
+    row |= {"ahead": evidence.ahead, "given up": evidence.given_up, "unseen": len(evidence.unseen)}
     row |= {"sentinels": evidence.sentinels, "fast seconds": round(time.process_time() - start, 1)}
     if case.inner is not None:
         transfer = Transferred(make("pgd-20", eps=target.eps), open_model(case.inner))
