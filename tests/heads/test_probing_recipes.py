@@ -11,8 +11,10 @@ from small_probes import LINEAR, MASKS, linear, masks
 from vitadel.errors import UserError
 from vitadel.heads.probe_recipe import build_probe, check_probe, pixel_attack, with_tokens
 from vitadel.heads.segmentation import OnPixels
-from vitadel.training.recipes.build import Faulty, build_recipe, check_recipe
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.check import check_recipe
 from vitadel.training.recipes.compose import compose, rows
+from vitadel.training.recipes.instantiate import Faulty
 from vitadel.training.recipes.probe_sections import LEARNING_RATES, LinearHead, MaskData, PatchHead
 from vitadel.training.recipes.yaml_files import recipe_text
 

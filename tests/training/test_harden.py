@@ -26,8 +26,8 @@ from vitadel.errors import UserError
 from vitadel.runtime.distributed import join_processes
 from vitadel.training import run as harden_module
 from vitadel.training import training_state
-from vitadel.training.held_out import HeldOut, Score
 from vitadel.training.loop import make_optimizer
+from vitadel.training.metrics import HeldOut, Score
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.recipes.compose import compose
 from vitadel.training.recipes.training_sections import ModelSection, OptimizerSection, Schedule

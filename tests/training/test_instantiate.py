@@ -13,11 +13,11 @@ from vitadel.attacks import PGD
 from vitadel.backbones.timm_models import create_backbone
 from vitadel.errors import UserError
 from vitadel.heads.probe_recipe import check_probe
-from vitadel.training.recipes import check
-from vitadel.training.recipes.build import Faulty, Recipe, build_recipe, check_model, check_recipe
-from vitadel.training.recipes.check import check_tracker, meta_model
+from vitadel.training.recipes import build
+from vitadel.training.recipes.build import Recipe, build_recipe, check_tracker
+from vitadel.training.recipes.check import check_model, check_recipe, meta_model
 from vitadel.training.recipes.compose import compose, merge
-from vitadel.training.recipes.instantiate import component_names
+from vitadel.training.recipes.instantiate import Faulty, component_names
 from vitadel.training.recipes.training_sections import ModelSection
 from vitadel.training.recipes.yaml_files import recipe_text, shipped_recipes
 from vitadel.training.starting_model import starting_model
@@ -367,7 +367,7 @@ def test_a_module_that_ends_the_program_is_a_fault(tmp_path, monkeypatch):
 def test_trackers(monkeypatch):
     for good in ("none", "all", "tensorboard"):
         check_tracker(good)
-    monkeypatch.setattr(check, "get_available_trackers", list)
+    monkeypatch.setattr(build, "get_available_trackers", list)
     with pytest.raises(UserError, match="'wandb' is not installed; install it, or take one of none"):
         check_tracker("wandb")
     check_tracker("none")

@@ -21,8 +21,7 @@ from vitadel.errors import Interrupted, UserError
 from vitadel.runtime.distributed import join_processes
 from vitadel.training import loop, training_state
 from vitadel.training import run as harden_module
-from vitadel.training.held_out import HeldOut
-from vitadel.training.metrics import Metrics
+from vitadel.training.metrics import HeldOut, Metrics
 from vitadel.training.plugins.awp import AWP
 from vitadel.training.plugins.overfitting_guard import OverfittingGuard
 from vitadel.training.run import run_harden

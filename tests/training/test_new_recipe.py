@@ -11,7 +11,7 @@ from PIL import Image
 from command_line import vitadel
 from vitadel.errors import UserError
 from vitadel.heads.probe_recipe import check_probe
-from vitadel.training.recipes.build import check_recipe
+from vitadel.training.recipes.check import check_recipe
 from vitadel.training.recipes.new_recipe import OBJECTIVES, new_recipe
 
 VIT = "vit_tiny_patch16_224"

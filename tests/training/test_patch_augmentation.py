@@ -19,7 +19,7 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import MicroBatch
 from vitadel.training.interfaces import ChangesBatch
 from vitadel.training.plugins.patch_augmentation import PatchAugmentation, augment_patches
-from vitadel.training.recipes.build import check_model
+from vitadel.training.recipes.check import check_model
 from vitadel.training.run import run_harden
 
 NOTHING = {"crop": 0.0, "noise": 0.0, "flip": 0.0}

@@ -24,7 +24,7 @@ from vitadel.errors import UserError
 from vitadel.instrument import extra_tokens
 from vitadel.runtime.distributed import join_processes
 from vitadel.training import loop, training_state
-from vitadel.training.held_out import HeldOut
+from vitadel.training.metrics import HeldOut
 from vitadel.training.objectives.token_features import RobustnessTokens
 from vitadel.training.recipes.build import build_recipe
 from vitadel.training.recipes.check import meta_model

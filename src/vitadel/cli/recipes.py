@@ -89,7 +89,7 @@ def _write_new(target: Path, text: str) -> None:
 def check(names: Names = None) -> None:
     """Build every row of the recipes, without training, and report all errors."""
     from vitadel.heads.probe_recipe import check_probe
-    from vitadel.training.recipes.build import check_recipe, recipe_warnings
+    from vitadel.training.recipes.check import check_recipe, recipe_warnings
     from vitadel.training.recipes.compose import rows
     from vitadel.training.recipes.yaml_files import shipped_recipes
 

@@ -17,16 +17,14 @@ from vitadel.data.spec import DATA_KINDS
 from vitadel.errors import UserError
 from vitadel.heads.frozen_features import token_features
 from vitadel.heads.segmentation import OnPixels
-from vitadel.training.recipes.build import check_outline
-from vitadel.training.recipes.check import (
-    check_class_counts,
+from vitadel.training.recipes.build import (
     check_model_name,
     check_not_test,
-    class_count,
-    meta_model,
+    check_outline,
     names_split,
     read_data_spec,
 )
+from vitadel.training.recipes.check import check_class_counts, class_count, meta_model
 from vitadel.training.recipes.compose import PROBE_SECTIONS, is_probe, section_types
 from vitadel.training.recipes.instantiate import Faults, as_mapping, instantiate
 from vitadel.training.recipes.probe_sections import (

@@ -32,7 +32,7 @@ from vitadel.threat_levels.extraction import (
 from vitadel.threat_levels.levels import GUESSED, NEED_TOKENS, AttackerAssets
 from vitadel.threat_levels.request import TOKEN_SETS, ThreatLevelsRequest
 from vitadel.threat_levels.token_training import TokenRecipe, TokenTraining, Trainer, control_changes, read_recipe
-from vitadel.training.recipes.check import read_data_spec
+from vitadel.training.recipes.build import read_data_spec
 from vitadel.types import Source
 
 _BATCH = 16  # images to fit tokens to, at once

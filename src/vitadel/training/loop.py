@@ -34,7 +34,6 @@ from vitadel.errors import Interrupted, UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import MicroBatch, derive_seed, make_mixup, seed_everything
-from vitadel.training.held_out import Score
 from vitadel.training.interfaces import (
     AfterEpoch,
     AfterStep,
@@ -45,7 +44,7 @@ from vitadel.training.interfaces import (
     ChangesEvaluation,
     HasOwnMetric,
 )
-from vitadel.training.metrics import count_image_passes, track
+from vitadel.training.metrics import Score, count_image_passes, track
 from vitadel.training.recipes.training_sections import OptimizerSection
 from vitadel.training.training_state import TrainingState, average_statistics, find_checkpoint, restore, save_checkpoint
 from vitadel.types import Attack, Ensemble

@@ -32,12 +32,10 @@ from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.quantities import are_numbers
 from vitadel.runtime.distributed import Processes, join_processes
 from vitadel.training.data_stream import DataStream, make_augment, make_device_augmentation, make_plain, seed_everything
-from vitadel.training.held_out import HeldOut
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
 from vitadel.training.loop import make_optimizer, train
-from vitadel.training.metrics import Metrics, end_tracking, open_progress_table, start_tracking
-from vitadel.training.recipes.build import Recipe, build_recipe
-from vitadel.training.recipes.check import check_micro_batches
+from vitadel.training.metrics import HeldOut, Metrics, end_tracking, open_progress_table, start_tracking
+from vitadel.training.recipes.build import Recipe, build_recipe, check_micro_batches
 from vitadel.training.recipes.compose import IDLE, compose, deciding, dotted
 from vitadel.training.recipes.training_sections import DataSection
 from vitadel.training.recipes.yaml_files import recipe_text, translate_settings

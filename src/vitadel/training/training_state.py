@@ -24,9 +24,8 @@ from vitadel.runtime.rng import SampleRNG
 from vitadel.runtime.run_folder import write_atomically, write_json
 from vitadel.runtime.secrets import read_secret, write_secret
 from vitadel.training.data_stream import DataStream, MicroBatch
-from vitadel.training.held_out import HeldOut, Score
 from vitadel.training.interfaces import Stateful
-from vitadel.training.metrics import Metrics, ProgressTable
+from vitadel.training.metrics import HeldOut, Metrics, ProgressTable, Score
 from vitadel.training.recipes.build import Recipe
 from vitadel.training.recipes.compose import IDLE, deciding
 from vitadel.training.recipes.yaml_files import translate_settings
