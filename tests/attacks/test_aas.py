@@ -260,7 +260,7 @@ def test_names_build_what_they_say():
 
 
 def test_a_model_without_attention_is_refused():
-    with pytest.raises(UserError, match="no anatomy known"):
+    with pytest.raises(UserError, match=r"no anatomy known.*no softmax attention, leave out the prefix"):
         make("scale:0.1+pgd-5")(TinyNet().eval(), images(2), torch.zeros(2, dtype=torch.int64))
 
 

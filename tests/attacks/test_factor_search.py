@@ -20,7 +20,6 @@ from vitadel.attacks.registry import ATTACKS
 from vitadel.backbones.anatomy import attentions_of
 from vitadel.backbones.classifier import Classifier, wrap
 from vitadel.data.batches import read_batches
-from vitadel.diagnosis.gallery.inside import quantize_by_attention
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import audit
 from vitadel.evaluation.engine.stages import count_passes
@@ -233,13 +232,12 @@ def test_with_all_finalists_no_candidate_breaks_an_image_that_aas_does_not():
 
 @pytest.mark.slow
 def test_the_search_alone_breaks_the_saturated_codebook():
-    target = open_target("zoo:shapes-standard", "shapes")
+    target = open_target("python:vitadel.diagnosis.gallery:saturated_codebook", "shapes")
     indices, _ = target.selection(20, 0, False)
     (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess)
     source, rows = calibration_images(target, indices, None, 64, 0)
     calibration = CalibrationImages(source, rows, target.preprocess, torch.device("cpu"))
-    model = quantize_by_attention(target.model, 16, 1000.0).eval()
-    rng, left = SampleRNG.of_samples(0, indices), {}
+    model, rng, left = target.model, SampleRNG.of_samples(0, indices), dict[str, int]()
     for name in ("pgd-20", "aas(select=false)+pgd-20", "aas(select=false,search=grid)+pgd-20"):
         attack = make(name)
         attack = attack.prepared(model, calibration) if isinstance(attack, AAS) else attack

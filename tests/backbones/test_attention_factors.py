@@ -137,9 +137,9 @@ def test_compiled_models_use_them():
     torch.testing.assert_close(compiled(x), model(x))
 
 
-@pytest.mark.parametrize("factors", [[0.5], [0.5, 0.5, 0.5], [0.5, float("nan")]])
+@pytest.mark.parametrize("factors", [[0.5], [0.5, 0.5, 0.5], [0.5, float("nan")], [0.5, 0.0], [0.5, -1.0]])
 def test_other_numbers_are_refused(factors):
     model = wrap(make_vit("vit"))
-    with pytest.raises(UserError, match="must be 2 finite numbers"):
+    with pytest.raises(UserError, match="must be 2 finite numbers above 0"):
         model.set_attention_factors(factors)
     assert model.attention_factors is None

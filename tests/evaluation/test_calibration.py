@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -36,6 +38,30 @@ def test_the_audited_images_are_refused(spec):
     target = open_target("zoo:shapes-robust", "shapes")
     with pytest.raises(UserError, match="are the evaluated images"):
         calibration_images(target, torch.arange(10), spec, 40, seed=0)
+
+
+def _folder_of(source: Shapes, rows: list[int], folder: Path) -> str:
+    for row in rows:
+        place = folder / "test" / source.classes[int(source.labels()[row])]
+        place.mkdir(parents=True, exist_ok=True)
+        source.read([row])[0].save(place / f"{row}.png")
+    return f"folder:{folder}"
+
+
+def test_copies_of_the_audited_images_are_refused(tmp_path):
+    """Under another name, or beside data that were given as an object and have none."""
+    source = Shapes("test")
+    rows = [row for each in range(10) for row in (source.labels() == each).nonzero()[:2, 0].tolist()]
+    given = _folder_of(source, rows, tmp_path / "given")
+    copies = _folder_of(source, rows, tmp_path / "copies")
+    half = _folder_of(source, [row + (place % 2) * 100 for place, row in enumerate(rows)], tmp_path / "half")
+    asked = {"attacks": "aas(images=20,steps=1)+pgd-2", "limit": 20}
+    with pytest.raises(UserError, match="20 of the 20 images that would be used are among the evaluated ones"):
+        audit("zoo:shapes-robust", given, calibration=copies, **asked)
+    with pytest.raises(UserError, match=r"10 of the \d+ images that would be used are among the evaluated ones"):
+        audit("zoo:shapes-robust", given, calibration=half, **asked)
+    with pytest.raises(UserError, match="among the evaluated ones"):
+        audit("zoo:shapes-robust", source, calibration="shapes@test", **asked)
 
 
 @pytest.mark.parametrize("data", [Shapes("test"), "shapes@train"])

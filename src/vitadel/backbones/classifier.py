@@ -58,9 +58,9 @@ class Classifier(nn.Module):
         """
         count = len(attentions_of(self.backbone))
         values = torch.as_tensor(factors, dtype=torch.float32)
-        if values.shape != (count,) or not bool(values.isfinite().all()):
+        if values.shape != (count,) or not bool((values.isfinite() & (values > 0)).all()):
             raise UserError(
-                f"attention factors must be {count} finite numbers, one per softmax attention of the model, "
+                f"attention factors must be {count} finite numbers above 0, one per softmax attention of the model, "
                 f"got {values.tolist()}."
             )
         if self.attention_factors is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitadel.attacks.threats import make_threat
 from vitadel.data.batches import Batch
-from vitadel.evaluation.engine.attack_preparation import calibrate
+from vitadel.evaluation.engine.attack_preparation import calibrate, check_calibration
 from vitadel.evaluation.engine.expected_time import Trial
 from vitadel.evaluation.engine.run import (
     Outcome,
@@ -89,6 +89,7 @@ class StudyContext:
 
     def calibrate(self, attack: Attack, calibration: str | None) -> Attack:
         """Prepare an attack that needs it, on images that are not studied."""
+        check_calibration([attack], self.target, self.verdicts.index, calibration, self.context.seed)
         return calibrate(attack, self.context, self.target, self.verdicts.index, calibration)
 
     def stage(

@@ -139,7 +139,11 @@ class Rescaled:
 
 def check_attention(model: nn.Module) -> None:
     """Refuse a model without softmax attention before anything is computed."""
-    if not attentions_of(model):
+    try:
+        found = attentions_of(model)
+    except UserError as unknown:
+        raise UserError(f"{unknown} If it has no softmax attention, leave out the prefix (aas+, scale:).") from unknown
+    if not found:
         raise UserError(
             f"{type(model).__name__} has no softmax attention to scale, so this attack would be the plain one; leave "
             "out the prefix (aas+, scale:)"

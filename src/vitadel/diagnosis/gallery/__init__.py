@@ -6,7 +6,7 @@ thresholds of checks are chosen on the other half (`scripts/validate_diagnosis.p
 
 from vitadel.diagnosis.gallery.entry import BrokenDefense, HonestModel, held_out
 from vitadel.diagnosis.gallery.honest import HONEST_MODELS
-from vitadel.diagnosis.gallery.inside import INSIDE, Attention, quantize_by_attention
+from vitadel.diagnosis.gallery.inside import INSIDE, Attention, quantize_by_attention, saturated_codebook
 from vitadel.diagnosis.gallery.misleading_outputs import OUTPUTS
 from vitadel.diagnosis.gallery.mistakes import MISTAKES
 from vitadel.diagnosis.gallery.pixels import PIXELS
@@ -20,6 +20,7 @@ __all__ = [
     "HonestModel",
     "held_out",
     "quantize_by_attention",
+    "saturated_codebook",
 ]
 
 BROKEN_DEFENSES: tuple[BrokenDefense, ...] = PIXELS + OUTPUTS + RANDOMNESS + INSIDE + MISTAKES

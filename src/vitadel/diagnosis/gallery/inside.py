@@ -11,9 +11,13 @@ from torch import Tensor, nn
 
 from vitadel.backbones.anatomy import attentions_of, backbone_of, blocks_of
 from vitadel.backbones.families.meansparse import MeanSparse
+from vitadel.backbones.load import load_model
 from vitadel.data import open_dataset
 from vitadel.data.batches import Preprocess, read_batches
 from vitadel.diagnosis.gallery.entry import BrokenDefense, Build, Transform, sweep
+
+
+_SHADES, _GAP = 16, 1000.0  # of the saturated codebook
 
 
 class Attention(nn.Module):
@@ -53,6 +57,11 @@ def quantize_by_attention(model: nn.Module, shades: int, gap: float) -> nn.Modul
     return changed
 
 
+def saturated_codebook() -> nn.Module:
+    """Build the saturated codebook as a model that can be audited: python:vitadel.diagnosis.gallery:saturated_codebook."""
+    return quantize_by_attention(load_model("zoo:shapes-standard"), _SHADES, _GAP)
+
+
 def _saturated(factor: float) -> Build:
     """Scale queries, so that attention is one-hot."""
 
@@ -74,8 +83,8 @@ _ATTENTION = (
     ),
     BrokenDefense(
         "saturated codebook",
-        "pixels look up one of 16 shades by attention, queries times 1000",
-        lambda model: quantize_by_attention(model, shades=16, gap=1000.0),
+        f"pixels look up one of {_SHADES} shades by attention, queries times 1000",
+        lambda model: quantize_by_attention(model, _SHADES, _GAP),
         ("attention-saturation", "attention-scaling", "small-gradients", "transfer"),
         family="attention",
     ),

@@ -30,7 +30,7 @@ from vitadel.evaluation.audit.evidence import (
     without_reassurance,
 )
 from vitadel.evaluation.audit.protocols import compare_with_protocols, protocol_named
-from vitadel.evaluation.engine.attack_preparation import calibrate, needs_calibration, preflight
+from vitadel.evaluation.engine.attack_preparation import calibrate, check_calibration, needs_calibration, preflight
 from vitadel.evaluation.engine.cost import SHORT, Compilation, compile_if_faster
 from vitadel.evaluation.engine.run import (
     Outcome,
@@ -55,7 +55,7 @@ from vitadel.evaluation.engine.stages import (
     ordinary_form,
     rules_of,
 )
-from vitadel.evaluation.engine.target import Target, apply_class_subset, calibration_images, open_target
+from vitadel.evaluation.engine.target import Target, apply_class_subset, open_target
 from vitadel.evaluation.engine.verdicts import Verdicts, accuracy_among_all, samples_table
 from vitadel.instrument.attention_rows import attention_over_patches
 from vitadel.instrument.hooks import frozen
@@ -300,7 +300,7 @@ def check_request(target: Target, request: AuditRequest, indices: Tensor, device
                 "calibrated. Leave it out, or add one such as aas+pgd-20."
             )
     else:
-        calibration_images(target, indices, request.calibration, 1, request.seed)
+        check_calibration([attack for _, attack in attacks], target, indices, request.calibration, request.seed)
     preflight(target.model.to(device), attacks, target.preprocess.shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,17 +11,55 @@ import torch
 from torch import Tensor, nn
 
 from vitadel.attacks.parse import numbered_targets
+from vitadel.data.batches import read_batches
+from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import RunContext
-from vitadel.evaluation.engine.target import CalibrationImages, Target, calibration_images
+from vitadel.evaluation.engine.target import CALIBRATION_BATCH, CalibrationImages, Target, calibration_images
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.rng import SampleRNG
-from vitadel.types import Attack, Calibrated, Ensemble
+from vitadel.types import Attack, Calibrated, Ensemble, Source
 
 
 def needs_calibration(attack: Attack) -> bool:
     """Whether the attack, or one that it wraps, must be calibrated before it can run."""
+    return any(True for _ in _calibrated_parts(attack))
+
+
+def check_calibration(
+    attacks: Sequence[Attack], target: Target, evaluated: Tensor, spec: str | None, seed: int
+) -> None:
+    """Refuse calibration data that cannot be used, also copies of evaluated images under another name.
+
+    Pixels are compared only if the data were named: it takes one more reading of all evaluated images.
+    """
+    used, given = set[bytes](), set[bytes]()
+    for count in {part.calibration_images for attack in attacks for part in _calibrated_parts(attack)}:
+        source, rows = calibration_images(target, evaluated, spec, count, seed)
+        if spec is not None:
+            used |= _pixel_digests(target, source, rows)
+    if used:
+        given = _pixel_digests(target, target.source, evaluated)
+    if used & given:
+        raise UserError(
+            f"--calibration {spec}: {len(used & given)} of the {len(used)} images that would be used are among the "
+            "evaluated ones, and an attack must not be calibrated on those. Give other images, or leave the flag out: "
+            "then the training split is used, or what --limit leaves out."
+        )
+
+
+def _calibrated_parts(attack: Attack) -> Iterator[Calibrated]:
     inner = getattr(attack, "attack", None)
-    return isinstance(attack, Calibrated) or (inner is not None and needs_calibration(inner))
+    if isinstance(attack, Calibrated):
+        yield attack
+    if inner is not None:
+        yield from _calibrated_parts(inner)
+
+
+def _pixel_digests(target: Target, source: Source, rows: Tensor) -> set[bytes]:
+    """One hash for each different image, at the model's size; images that cannot be read are left out."""
+    chunks = [part.tolist() for part in rows.split(CALIBRATION_BATCH)]
+    batches = read_batches(source, chunks, target.preprocess, skip_bad=True)
+    return {hashlib.sha256(image.numpy().tobytes()).digest() for batch in batches for image in batch.x}
 
 
 def calibrate(attack: Attack, context: RunContext, target: Target, evaluated: Tensor, spec: str | None) -> Attack:
