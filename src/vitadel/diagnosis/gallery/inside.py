@@ -16,7 +16,6 @@ from vitadel.data import open_dataset
 from vitadel.data.batches import Preprocess, read_batches
 from vitadel.diagnosis.gallery.entry import BrokenDefense, Build, Transform, sweep
 
-
 _SHADES, _GAP = 16, 1000.0  # of the saturated codebook
 
 
@@ -58,7 +57,7 @@ def quantize_by_attention(model: nn.Module, shades: int, gap: float) -> nn.Modul
 
 
 def saturated_codebook() -> nn.Module:
-    """Build the saturated codebook as a model that can be audited: python:vitadel.diagnosis.gallery:saturated_codebook."""
+    """Build the saturated codebook: a model to audit, as python:vitadel.diagnosis.gallery:saturated_codebook."""
     return quantize_by_attention(load_model("zoo:shapes-standard"), _SHADES, _GAP)
 
 
