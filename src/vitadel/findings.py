@@ -21,6 +21,10 @@ class CheckName(NamedTuple):
     identifier: str
     title: str
 
+    def finding(self, verdict: Verdict, evidence: Evidence, advice: str) -> Finding:
+        """What this check found."""
+        return Finding(self.identifier, verdict, evidence, advice, self.title)
+
 
 # Checks that both an audit and a diagnosis make.
 TRAIN_MODE = CheckName("train-mode", "Modules are in train mode")

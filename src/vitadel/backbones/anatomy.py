@@ -58,7 +58,8 @@ class Anatomy:
     of class and register tokens before the patches in the first block, or the name of the backbone's attribute, or
     several of these to be added; class-attention blocks add their class token later. `class_token` is the backbone's
     attribute with it, if there is one. `tokens` is None if extra tokens are not possible, and
-    `no_tokens` then says why. `norm_is_next`: the final norm takes the output of the last of `blocks`.
+    `no_tokens` then says why. `norm_is_next`: the final norm takes the output of the last of `blocks`. `over_channels`
+    names the attentions whose maps are over channels instead of tokens.
     """
 
     classes: tuple[str, ...]
@@ -69,6 +70,7 @@ class Anatomy:
     tokens: TokenSeam | None = None
     no_tokens: str = ""
     norm_is_next: bool = True
+    over_channels: tuple[str, ...] = ()
 
 
 _CONTENT, _WHOLE = ScoreSeam.CONTENT, ScoreSeam.WHOLE
@@ -142,6 +144,7 @@ ANATOMIES: dict[str, Anatomy] = {
         blocks=("XCABlock", "ClassAttentionBlock"),
         attentions={"XCA": _CONTENT, "ClassAttn": _CONTENT},
         no_tokens=_LATE_CLASS_ON_GRID,
+        over_channels=("XCA",),
     ),
     "swin": Anatomy(
         classes=("timm.models.swin_transformer.SwinTransformer",),
@@ -232,6 +235,7 @@ class SoftmaxAttention:
     module: nn.Module
     heads: int
     seam: ScoreSeam
+    over_channels: bool = False
 
 
 def _full_names(module: nn.Module) -> list[str]:
@@ -316,7 +320,8 @@ def attentions_of(model: nn.Module) -> list[SoftmaxAttention]:
         seam = next((row.attentions[k.__name__] for k in type(module).__mro__ if k.__name__ in row.attentions), None)
         heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
         if seam is not None and heads is not None:
-            found.append(SoftmaxAttention(name, module, cast(int, heads), seam))
+            channels = type(module).__name__ in row.over_channels
+            found.append(SoftmaxAttention(name, module, cast(int, heads), seam, channels))
     for block in blocks_of(backbone):
         if not any(each.name == block.name or each.name.startswith(block.name + ".") for each in found):
             inner = getattr(block.module, "attn", block.module)

@@ -14,7 +14,6 @@ from vitadel.findings import (
     RANDOM_OUTPUTS,
     SUSPICIOUS,
     TRAIN_MODE,
-    Finding,
 )
 from vitadel.quantities import can_diagnose
 from vitadel.runtime.distributed import Processes
@@ -48,13 +47,12 @@ def run_precheck(
     diagnosis = run_checks(e, checks, show_progress)
     found = diagnosis.findings
     raised = [finding for finding in found if finding.verdict != OK]
-    name, title = PRECHECK
     if diagnosis.failed:
         failures = "; ".join(f"'{check}' ended in {fault}" for check, fault in diagnosis.failed.items())
         advice = "repair the model, or use a smaller --batch-size: a model that cannot be examined cannot be trusted"
-        raised.append(Finding(name, SUSPICIOUS, failures, advice, title))
+        raised.append(PRECHECK.finding(SUSPICIOUS, failures, advice))
     if not raised:
         evidence = f"{len(found)} checks of outputs, gradients and attention on {len(e.x)} images raised nothing"
         advice = "a full diagnosis ('vitadel diagnose') also compares attacks with each other"
-        raised.append(Finding(name, OK, evidence, advice, title))
+        raised.append(PRECHECK.finding(OK, evidence, advice))
     return [finding.as_dict() for finding in raised]

@@ -126,10 +126,10 @@ def _find_attention(model: nn.Module, query: str, block: str) -> SoftmaxAttentio
             f"{-len(attentions)} to {len(attentions) - 1}, or {LAST}."
         )
     chosen = attentions[number]
-    if type(chosen.module).__name__ == "XCA":
+    if chosen.over_channels:
         raise UserError(
-            f"'{chosen.name}' of family 'xcit' attends over channels, not over patches; only its class attention has a "
-            f"map of the image: take --query {CLASS} --block {LAST}"
+            f"'{chosen.name}' of family '{family_of(model)}' attends over channels, not over patches; only its class "
+            f"attention has a map of the image: take --query {CLASS} --block {LAST}"
         )
     return chosen
 

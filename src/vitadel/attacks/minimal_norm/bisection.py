@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import margin
 from vitadel.attacks.minimal_norm.fmn import FMN
-from vitadel.attacks.minimal_norm.nearest import ORDERS, Nearest, check_settings, cosine, project_to_radius
-from vitadel.attacks.per_sample import per_sample, takes_arrays
+from vitadel.attacks.minimal_norm.nearest import ORDERS, Nearest, check_settings, cosine, nearest_of, project_to_radius
+from vitadel.attacks.per_sample import per_sample
 from vitadel.attacks.threats import L1, L2, Linf
-from vitadel.backbones.classifier import check_pixels
-from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
 _SHRINK = 0.8  # no radius is tried that is smaller than the mean of 1 and this share of what is known
@@ -40,23 +36,18 @@ class Bisection:
     def __post_init__(self) -> None:
         check_settings("bisection", self.threat, (Linf, L2, L1), steps=self.steps, rounds=self.rounds)
 
-    @takes_arrays
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        check_pixels(x)
-        x = x.detach()
-        if self.threat.eps == 0:
-            return x.clone()
-        first = FMN(self.threat, self._first, stop_when_fooled=self.stop_when_fooled)(model, x, y)
-        with frozen(model), torch.no_grad():
-            nearest = Nearest.start(self.threat, model, x, y, self.stop_when_fooled)
-            nearest.record(first, model(first))
-            nearest.rest()
-            lower = torch.zeros_like(nearest.best)
-            for _ in range(self.rounds):
-                if len(nearest.place) == 0:
-                    break
-                lower = self._round(nearest, lower)
-        return nearest.result(x)
+    __call__ = nearest_of
+
+    def search(self, nearest: Nearest) -> None:
+        fmn = FMN(self.threat, self._first, stop_when_fooled=self.stop_when_fooled)
+        first = fmn(nearest.model, nearest.x, nearest.y)
+        nearest.record(first, nearest.model(first))
+        nearest.rest()
+        lower = torch.zeros_like(nearest.best)
+        for _ in range(self.rounds):
+            if len(nearest.place) == 0:
+                break
+            lower = self._round(nearest, lower)
 
     @property
     def _first(self) -> int:
@@ -72,11 +63,7 @@ class Bisection:
         radius = self._radius(nearest, lower)
         z = self._inside(nearest.found[nearest.place], nearest.x, radius)
         for turn in range(self._each):
-            with torch.enable_grad():
-                logits = nearest.model(z.requires_grad_())
-                grad = gradient(margin(logits, nearest.y), z).detach()
-            z = z.detach()
-            wrong = nearest.record(z, logits.detach())
+            z, _, grad, wrong = nearest.ascend(z, margin)
             radius = torch.where(wrong, self._radius(nearest, lower), radius)
             rows = nearest.rest()
             if rows is not None:

@@ -9,13 +9,10 @@ from torch import Tensor, nn
 
 from vitadel.attacks.fab import nearest_boundary, to_hyperplane
 from vitadel.attacks.losses import check_classes, likeliest_wrong
-from vitadel.attacks.minimal_norm.nearest import ORDERS, TINY, Nearest, check_settings
-from vitadel.attacks.per_sample import per_sample, takes_arrays
+from vitadel.attacks.minimal_norm.nearest import ORDERS, TINY, Nearest, check_settings, nearest_of
+from vitadel.attacks.per_sample import per_sample
 from vitadel.attacks.threats import L1, L2, Linf, dual_order
-from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
-from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
 _ASSUMED_CLASSES = 10  # of `passes`, which does not know the model
@@ -52,33 +49,28 @@ class DeepFool:
         if not 0 <= self.overshoot <= 1:
             raise UserError(f"overshoot of DeepFool must be from 0 to 1, got {self.overshoot:g}; the paper has 0.02")
 
-    @takes_arrays
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        check_pixels(x)
-        x = x.detach()
-        if self.threat.eps == 0:
-            return x.clone()
-        with frozen(model), torch.no_grad():
-            logits = model(x)
-            check_classes(logits)
-            classes = likeliest_wrong(logits, y)[:, : self.candidates]
-            nearest = Nearest.start(self.threat, model, x, y, self.stop_when_fooled)
-            z, before = x, torch.zeros(len(x), dtype=torch.bool, device=x.device)  # adversarial in the step before
-            for _ in range(self.steps):
-                gap, slope, logits = nearest_boundary(model, z, nearest.y, classes, dual_order(self.threat))
-                wrong = nearest.record(z, logits)
-                rows = nearest.rest(wrong & before if self.returns else wrong)
-                before = wrong
-                if rows is not None:
-                    z, classes, gap, slope, before = z[rows], classes[rows], gap[rows], slope[rows], before[rows]
-                    if len(rows) == 0:
-                        break
-                z = self._moved(z, nearest.x, gap, slope, before)
-            else:
-                nearest.record(z, model(z))
-            if self.line_steps:
-                self._shorten(model, x, y, nearest)
-        return nearest.result(x)
+    __call__ = nearest_of
+
+    def search(self, nearest: Nearest) -> None:
+        model, x, y = nearest.model, nearest.x, nearest.y
+        logits = model(x)
+        check_classes(logits)
+        classes = likeliest_wrong(logits, y)[:, : self.candidates]
+        z, before = x, torch.zeros(len(x), dtype=torch.bool, device=x.device)  # adversarial in the step before
+        for _ in range(self.steps):
+            gap, slope, logits = nearest_boundary(model, z, nearest.y, classes, dual_order(self.threat))
+            wrong = nearest.record(z, logits)
+            rows = nearest.rest(wrong & before if self.returns else wrong)
+            before = wrong
+            if rows is not None:
+                z, classes, gap, slope, before = z[rows], classes[rows], gap[rows], slope[rows], before[rows]
+                if len(rows) == 0:
+                    break
+            z = self._moved(z, nearest.x, gap, slope, before)
+        else:
+            nearest.record(z, model(z))
+        if self.line_steps:
+            self._shorten(model, x, y, nearest)
 
     def _moved(self, z: Tensor, x: Tensor, gap: Tensor, slope: Tensor, wrong: Tensor) -> Tensor:
         """Beyond the linearized boundary; adversarial points go to their projection onto the ray along `slope`."""

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import margin
 from vitadel.attacks.minimal_norm.fmn_l0 import SparseFMN
 from vitadel.attacks.minimal_norm.nearest import (
@@ -19,14 +18,12 @@ from vitadel.attacks.minimal_norm.nearest import (
     check_settings,
     cosine,
     length_of,
+    nearest_of,
     project_to_radius,
 )
-from vitadel.attacks.per_sample import per_sample, takes_arrays
+from vitadel.attacks.per_sample import per_sample
 from vitadel.attacks.threats import L0, dual_order
-from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
-from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
 _LENGTHS = {math.inf: 10.0}  # of the first step; 1 in the other norms
@@ -52,38 +49,27 @@ class FMN:
     def __post_init__(self) -> None:
         check_settings("FMN", self.threat, (*ORDERS,), steps=self.steps)
 
-    @takes_arrays
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        check_pixels(x)
-        x = x.detach()
-        if self.threat.eps == 0:
-            return x.clone()
+    __call__ = nearest_of
+
+    def search(self, nearest: Nearest) -> None:
         order = ORDERS[type(self.threat)]
         length = _LENGTHS.get(order, 1.0) if self.length is None else self.length
-        with frozen(model), torch.no_grad():
-            nearest = Nearest.start(self.threat, model, x, y, self.stop_when_fooled)
-            z, radius = x.clone(), x.new_full((len(x),), torch.inf)
-            for turn in range(self.steps):
-                with torch.enable_grad():
-                    logits = model(z.requires_grad_())
-                    gap = margin(logits, nearest.y)
-                    grad = gradient(gap, z).detach()
-                z, gap = z.detach(), gap.detach()
-                wrong = nearest.record(z, logits.detach())
-                rows = nearest.rest()
-                if rows is not None:
-                    z, radius, grad, gap, wrong = z[rows], radius[rows], grad[rows], gap[rows], wrong[rows]
-                    if len(rows) == 0:
-                        return nearest.result(x)
-                gamma = cosine(turn, self.steps, self.gamma, LAST_GAMMA)
-                steepness = length_of(grad, dual_order(self.threat)).clamp(min=TINY)
-                radius = self._radius(nearest, z, radius, gap.abs() / steepness, wrong, gamma)
-                radius = radius.to(x.dtype).clamp(max=self.threat.eps)  # nothing beyond the budget would count
-                step = cosine(turn, self.steps, length, length / 100)
-                moved = z + grad * per_sample(step / length_of(grad, 2).clamp(min=TINY), grad)
-                z = project_to_radius(moved, nearest.x, radius, order)
-            nearest.record(z, model(z))
-        return nearest.result(x)
+        z, radius = nearest.x.clone(), nearest.x.new_full((len(nearest.x),), torch.inf)
+        for turn in range(self.steps):
+            z, gap, grad, wrong = nearest.ascend(z, margin)
+            rows = nearest.rest()
+            if rows is not None:
+                z, radius, grad, gap, wrong = z[rows], radius[rows], grad[rows], gap[rows], wrong[rows]
+                if len(rows) == 0:
+                    return
+            gamma = cosine(turn, self.steps, self.gamma, LAST_GAMMA)
+            steepness = length_of(grad, dual_order(self.threat)).clamp(min=TINY)
+            radius = self._radius(nearest, z, radius, gap.abs() / steepness, wrong, gamma)
+            radius = radius.to(z.dtype).clamp(max=self.threat.eps)  # nothing beyond the budget would count
+            step = cosine(turn, self.steps, length, length / 100)
+            moved = z + grad * per_sample(step / length_of(grad, 2).clamp(min=TINY), grad)
+            z = project_to_radius(moved, nearest.x, radius, order)
+        nearest.record(z, nearest.model(z))
 
     def _radius(
         self, nearest: Nearest, z: Tensor, radius: Tensor, missing: Tensor, wrong: Tensor, gamma: float

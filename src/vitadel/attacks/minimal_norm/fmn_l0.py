@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitadel.attacks.goals import gradient
 from vitadel.attacks.losses import margin
-from vitadel.attacks.minimal_norm.nearest import LAST_GAMMA, TINY, Nearest, check_settings, cosine, length_of
-from vitadel.attacks.per_sample import per_sample, takes_arrays
+from vitadel.attacks.minimal_norm.nearest import (
+    LAST_GAMMA,
+    TINY,
+    Nearest,
+    check_settings,
+    cosine,
+    length_of,
+    nearest_of,
+)
+from vitadel.attacks.per_sample import per_sample
 from vitadel.attacks.threats import L0
-from vitadel.backbones.classifier import check_pixels
-from vitadel.instrument.hooks import frozen
-from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
 
@@ -39,35 +43,25 @@ class SparseFMN:
     def __post_init__(self) -> None:
         check_settings("FMN in L0", self.threat, (L0,), steps=self.steps)
 
-    @takes_arrays
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
-        check_pixels(x)
-        x = x.detach()
-        if self.threat.eps == 0:
-            return x.clone()
-        with frozen(model), torch.no_grad():
-            nearest = Nearest.start(self.threat, model, x, y, self.stop_when_fooled)
-            z, radius, average = x.clone(), x.new_zeros(len(x)), torch.zeros_like(x)
-            for turn in range(self.steps):
-                with torch.enable_grad():
-                    logits = model(z.requires_grad_())
-                    gap = margin(logits, nearest.y)
-                    grad = gradient(gap, z).detach()
-                z, gap = z.detach(), gap.detach()
-                wrong = nearest.record(z, logits.detach())
-                rows = nearest.rest(nearest.best <= 1)
-                if rows is not None:
-                    z, radius, average = z[rows], radius[rows], average[rows]
-                    grad, gap, wrong = grad[rows], gap[rows], wrong[rows]
-                    if len(rows) == 0:
-                        return nearest.result(x)
-                gamma = cosine(turn, self.steps, self.gamma, LAST_GAMMA)
-                radius = self._radius(nearest, radius, _needed(grad, z, gap), wrong, gamma)
-                unit = grad * per_sample(1 / length_of(grad, 2).clamp(min=TINY), grad)
-                average = torch.lerp(unit, average, self.memory if turn else 0.0)
-                z = _corner(average, nearest.x, radius)
-            nearest.record(z, model(z))
-        return nearest.result(x)
+    __call__ = nearest_of
+
+    def search(self, nearest: Nearest) -> None:
+        x = nearest.x
+        z, radius, average = x.clone(), x.new_zeros(len(x)), torch.zeros_like(x)
+        for turn in range(self.steps):
+            z, gap, grad, wrong = nearest.ascend(z, margin)
+            rows = nearest.rest(nearest.best <= 1)
+            if rows is not None:
+                z, radius, average = z[rows], radius[rows], average[rows]
+                grad, gap, wrong = grad[rows], gap[rows], wrong[rows]
+                if len(rows) == 0:
+                    return
+            gamma = cosine(turn, self.steps, self.gamma, LAST_GAMMA)
+            radius = self._radius(nearest, radius, _needed(grad, z, gap), wrong, gamma)
+            unit = grad * per_sample(1 / length_of(grad, 2).clamp(min=TINY), grad)
+            average = torch.lerp(unit, average, self.memory if turn else 0.0)
+            z = _corner(average, nearest.x, radius)
+        nearest.record(z, nearest.model(z))
 
     def _radius(self, nearest: Nearest, radius: Tensor, needed: Tensor, wrong: Tensor, gamma: float) -> Tensor:
         """The next number of values of each sample, inside the budget."""

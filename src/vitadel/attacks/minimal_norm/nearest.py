@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.goals import fooled
-from vitadel.attacks.per_sample import per_sample
+from vitadel.attacks.goals import fooled, gradient
+from vitadel.attacks.per_sample import per_sample, takes_arrays
 from vitadel.attacks.threats import L1, L2, Linf, shift_to_budget
+from vitadel.backbones.classifier import check_pixels
 from vitadel.errors import UserError
+from vitadel.instrument.hooks import frozen
+from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
 TINY = 1e-12
@@ -57,6 +62,15 @@ class Nearest:
         self.size.index_copy_(0, self.place, torch.where(better, length, self.best))
         return wrong
 
+    def ascend(self, z: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Record the points `z`; returns them, their losses with the gradients, and which are adversarial."""
+        with torch.enable_grad():
+            logits = self.model(z.requires_grad_())
+            values = loss(logits, self.y)
+            grad = gradient(values, z).detach()
+        z = z.detach()
+        return z, values.detach(), grad, self.record(z, logits.detach())
+
     def rest(self, done: Tensor | None = None) -> Tensor | None:
         """The rows that go on, of those still searched, or None if all do; `done` rows leave as well."""
         leaves = self.best <= (self.threat.eps if self.stop else 0)
@@ -69,6 +83,33 @@ class Nearest:
     def result(self, x: Tensor) -> Tensor:
         """The smallest points inside the budget; the clean images `x` of the samples that have none."""
         return torch.where(per_sample(self.size <= self.threat.eps, x).bool(), self.found, x)
+
+
+class SearchesNearest(Protocol):
+    """An attack whose `__call__` is `nearest_of`."""
+
+    @property
+    def threat(self) -> Threat: ...
+
+    @property
+    def stop_when_fooled(self) -> bool: ...
+
+    def search(self, nearest: Nearest) -> None:
+        """Record points; the model is frozen, and gradients are off."""
+        ...
+
+
+@takes_arrays
+def nearest_of(attack: SearchesNearest, model: nn.Module, x: Tensor, y: Tensor, rng: SampleRNG | None = None) -> Tensor:
+    """Run a minimal-norm attack: its smallest points inside the budget, and the clean images where there are none."""
+    check_pixels(x)
+    x = x.detach()
+    if attack.threat.eps == 0:
+        return x.clone()
+    with frozen(model), torch.no_grad():
+        nearest = Nearest.start(attack.threat, model, x, y, attack.stop_when_fooled)
+        attack.search(nearest)
+    return nearest.result(x)
 
 
 def check_settings(attack: str, threat: Threat, allowed: tuple[type, ...], **counts: int) -> None:

@@ -16,7 +16,7 @@ from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import RunContext
 from vitadel.evaluation.engine.target import Target, normalization_doubts
 from vitadel.evaluation.engine.verdicts import Verdicts
-from vitadel.findings import BROKEN, CLEAN_ACCURACY, OK, SUSPICIOUS, CheckName, Finding, Verdict
+from vitadel.findings import BROKEN, CLEAN_ACCURACY, OK, SUSPICIOUS, CheckName, Finding
 from vitadel.quantities import percent
 from vitadel.statistics import binomial_tail, chance_level, wilson
 
@@ -78,7 +78,7 @@ def findings_about_accuracy(label: Tensor, prediction: Tensor, known: Known | No
         share = float((prediction == prediction.mode().values).double().mean())
         evidence = f"class {int(prediction.mode().values)} is predicted for {percent(share)} of {n} images"
         advice = f"the model collapsed or does not see the images: {_CAUSES}, or train with a lower learning rate"
-        found.append(_finding(CONSTANT_PREDICTION, BROKEN, evidence, advice))
+        found.append(CONSTANT_PREDICTION.finding(BROKEN, evidence, advice))
     accuracy = f"{right} of {n} images are correct ({percent(right / n)})"
     guessed = _at_chance(right, n, chance, accuracy)
     return found + (guessed or ([] if known is None else _far_below(right, n, known, accuracy)))
@@ -102,7 +102,7 @@ def findings_about_training(
     if robust is not None and robust > clean:
         evidence = f"on {n} held-out images: robust {percent(robust)}, clean {percent(clean)}"
         advice = "a robust image is a correct one: check how both were measured, and that outputs are not random"
-        found.append(_finding(ROBUST_ABOVE_CLEAN, BROKEN, evidence, advice))
+        found.append(ROBUST_ABOVE_CLEAN.finding(BROKEN, evidence, advice))
     tested = (results or {}).get("clean")
     if tested and not known & {KNOWN_ACCURACY.identifier, CLEAN_ACCURACY.identifier}:
         held_out = Known(clean, f"on {n} held-out images of its training", exact=True)
@@ -120,7 +120,7 @@ def _at_chance(right: int, n: int, chance: float, accuracy: str) -> list[Finding
     advice = f"no number of this run means anything before this is resolved: {_CAUSES}"
     if not certain:
         advice = f"too few images to distinguish the model from guessing: take more, and {_CAUSES}"
-    return [_finding(CLEAN_ACCURACY, BROKEN if certain else SUSPICIOUS, evidence, advice)]
+    return [CLEAN_ACCURACY.finding(BROKEN if certain else SUSPICIOUS, evidence, advice)]
 
 
 def _far_below(right: int, n: int, known: Known, accuracy: str) -> list[Finding]:
@@ -129,7 +129,7 @@ def _far_below(right: int, n: int, known: Known, accuracy: str) -> list[Finding]
         return []
     grave = known.exact and highest < known.accuracy - 0.2
     evidence = f"{accuracy}; {known.source}: {percent(known.accuracy)}"
-    return [_finding(KNOWN_ACCURACY, BROKEN if grave else SUSPICIOUS, evidence, _CAUSES)]
+    return [KNOWN_ACCURACY.finding(BROKEN if grave else SUSPICIOUS, evidence, _CAUSES)]
 
 
 def _is_constant(label: Tensor, prediction: Tensor) -> bool:
@@ -137,10 +137,6 @@ def _is_constant(label: Tensor, prediction: Tensor) -> bool:
     predicted, true = float((prediction == top).double().mean()), float((label == top).double().mean())
     # With few images of few classes a good model may predict one class most of the time.
     return len(label) >= 8 and predicted >= _SAME and true < 0.8 * predicted and len(label.unique()) > 1
-
-
-def _finding(check: CheckName, verdict: Verdict, evidence: str, advice: str) -> Finding:
-    return Finding(check.identifier, verdict, evidence, advice, check.title)
 
 
 def _findings_about_labels(verdicts: Verdicts) -> list[Finding]:
@@ -220,22 +216,22 @@ def _better(name: str, accuracy: float, as_given: Tensor, remedy: str, likelier:
     given = float(as_given.double().mean())
     evidence = f"{percent(given)} as given, {percent(accuracy)} with {name}, on {len(as_given)} images"
     evidence += "" if likelier is None else f", of which {likelier} have a likelier label with it"
-    return _finding(BETTER_SET_UP, BROKEN, evidence, remedy)
+    return BETTER_SET_UP.finding(BROKEN, evidence, remedy)
 
 
 def _findings_about_assumptions(target: Target) -> list[Finding]:
     found = []
     if target.mapping is not None and target.mapping.doubt:
         advice = "name the model's outputs in their order with --classes FILE, or rename the data's classes"
-        found.append(_finding(CLASS_MAPPING, SUSPICIOUS, target.mapping.doubt, advice))
+        found.append(CLASS_MAPPING.finding(SUSPICIOUS, target.mapping.doubt, advice))
     for doubt in normalization_doubts(target.model.record):
         advice = "normalize exactly once, inside the model, as it was trained: vitadel.wrap(model, mean=..., std=...)"
-        found.append(_finding(OUTSIDE_NORMALIZATION, SUSPICIOUS, doubt, advice))
+        found.append(OUTSIDE_NORMALIZATION.finding(SUSPICIOUS, doubt, advice))
     trained_on = (target.model.record.training or {}).get("trained_on")
     if _are_training_images(target, trained_on):
         evidence = f"{target.data_spec} is {'what the model was trained on' if trained_on else 'a training split'}"
         advice = "audit images that the model was not trained on: @test or @val"
-        found.append(_finding(TRAINING_IMAGES, SUSPICIOUS, evidence, advice))
+        found.append(TRAINING_IMAGES.finding(SUSPICIOUS, evidence, advice))
     return found
 
 

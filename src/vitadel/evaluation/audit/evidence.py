@@ -38,12 +38,10 @@ def findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:
     if not training:
         return []
     return [
-        Finding(
-            TRAIN_MODE.identifier,
+        TRAIN_MODE.finding(
             SUSPICIOUS,
             f"{len(training)} modules were in train mode, the first: {training[0]}",
             "audited in eval mode; call model.eval() before deploying, or dropout and batch norm differ",
-            TRAIN_MODE.title,
         ).as_dict()
     ]
 
@@ -58,33 +56,27 @@ def findings_about_outputs(context: RunContext, indices: Tensor) -> list[dict[st
     change = float((outputs - again).abs().max() / outputs.abs().max().clamp(min=1e-12))
     if change > 1e-4:
         findings.append(
-            Finding(
-                RANDOM_OUTPUTS.identifier,
+            RANDOM_OUTPUTS.finding(
                 SUSPICIOUS,
                 f"the logits of the same {len(outputs)} images changed by {change:.1e} of their size",
                 "the model's outputs are random: attack it with autoattack-rand or the prefix eot:20+, and do not "
                 "trust a verdict from a single pass",
-                RANDOM_OUTPUTS.title,
             ).as_dict()
         )
     if looks_like_probabilities(outputs):
         findings.append(
-            Finding(
-                PROBABILITY_OUTPUTS.identifier,
+            PROBABILITY_OUTPUTS.finding(
                 BROKEN,
                 f"all outputs of {len(outputs)} images lie in [0, 1] and add up to 1",
                 "return logits instead of probabilities: a softmax before the loss hides gradients from attacks",
-                PROBABILITY_OUTPUTS.title,
             ).as_dict()
         )
     elif looks_like_log_probabilities(outputs):
         findings.append(
-            Finding(
-                LOG_PROBABILITY_OUTPUTS.identifier,
+            LOG_PROBABILITY_OUTPUTS.finding(
                 SUSPICIOUS,
                 f"no output of {len(outputs)} images is above 0, and their exponentials add up to 1",
                 "return logits, without log_softmax: attacks are not harmed, but confident outputs are rounded to 0",
-                LOG_PROBABILITY_OUTPUTS.title,
             ).as_dict()
         )
     return findings
