@@ -355,9 +355,9 @@ SHORT = {"square": "square(queries=10)", "patches-learned": "patches-learned(mas
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(SHORT.get(name, name) for name in SINGLE), "pna-patchout-2(patchout=false)"])
 def test_controls_go_around_exactly_the_attacks_that_draw_random_numbers(name):
-    """Found by running each with two seeds, at a budget that fools no image."""
+    """Found by running each with two seeds, at a budget in which gradients differ from one start to another."""
     norm = ATTACKS[read_attack_name(name).base].norms[0]
-    attack = make(name, eps=1e-5, norm=norm)
+    attack = make(name, eps=0.1, norm=norm)
     model, x = make_vit("vit", classes=4), pixels("vit", 2)
     y = model(x).argmax(1)
     if isinstance(attack, Calibrated):
