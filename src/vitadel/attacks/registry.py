@@ -147,8 +147,8 @@ class AttackEntry:
 
     `exact`: on a linear model it finds the boundary whenever the budget reaches it, which `vitadel selftest` checks.
     `needs_vit`: it refuses models whose attention or patches are not known. `adaptive`: most samples cost less than
-    the maximum that `passes` gives. `minimal`: it looks for the smallest perturbation, also beyond a budget. `norms`:
-    those of the threats that it can be built with.
+    the maximum that `passes` gives. `minimal`: it looks for the smallest perturbation, also beyond a budget. `random`:
+    by default another seed gives other images. `norms`: those of the threats that it can be built with.
     """
 
     build: Callable[..., Attack]
@@ -157,6 +157,7 @@ class AttackEntry:
     needs_vit: bool = False
     adaptive: bool = False
     minimal: bool = False
+    random: bool = True
     norms: tuple[str, ...] = (*NORMS,)
 
     @property
@@ -196,11 +197,11 @@ class PrefixEntry:
 
 
 _inexact = partial(AttackEntry, exact=False)
-_minimal = partial(AttackEntry, minimal=True)
+_minimal = partial(AttackEntry, minimal=True, random=False)
 _on_vits = partial(AttackEntry, exact=False, needs_vit=True)
 
 ATTACKS: dict[str, AttackEntry] = {
-    "fgsm": AttackEntry(fgsm, "FGSM: one gradient step of length eps (Goodfellow et al. 2015)"),
+    "fgsm": AttackEntry(fgsm, "FGSM: one gradient step of length eps (Goodfellow et al. 2015)", random=False),
     "fgsm-rs": _inexact(fgsm_rs, "FGSM-RS: one gradient step from a random start (Wong et al. 2020)"),
     "pgd": AttackEntry(pgd, "PGD on the cross-entropy, K steps (Madry et al. 2018)"),
     "cw": AttackEntry(cw, "PGD on the logit margin of Carlini & Wagner (2017)"),
@@ -208,7 +209,7 @@ ATTACKS: dict[str, AttackEntry] = {
     "gama": AttackEntry(gama, "GAMA-PGD: guided adversarial margin attack (Sriramanan et al. 2020)"),
     "mifpe": AttackEntry(mifpe, "MIFPE: PGD on the cross-entropy of rescaled logits (Yu & Xu 2023)"),
     "kl": _inexact(kl, "PGD on the KL divergence from the clean output, as in TRADES (Zhang et al. 2019)"),
-    "mi-fgsm": AttackEntry(mi_fgsm, "MI-FGSM: momentum iterative FGSM (Dong et al. 2018)"),
+    "mi-fgsm": AttackEntry(mi_fgsm, "MI-FGSM: momentum iterative FGSM (Dong et al. 2018)", random=False),
     "apgd-ce": AttackEntry(apgd_ce, "APGD-CE: Auto-PGD on the cross-entropy (Croce & Hein 2020)"),
     "apgd-dlr": AttackEntry(apgd_dlr, "APGD-DLR: Auto-PGD on the difference of logits ratio (Croce & Hein 2020)"),
     "apgd-t": AttackEntry(apgd_t, "APGD-T: Auto-PGD towards the most likely wrong classes (Croce & Hein 2020)"),
@@ -235,7 +236,7 @@ ATTACKS: dict[str, AttackEntry] = {
     "features": _on_vits(features, "PGD away from the clean features, without labels (Pulfer et al. 2024)"),
     "pna-patchout": _on_vits(PnaPatchOut, "PNA and PatchOut, for transfer between ViTs (Wei et al. 2022)"),
     "self-ensemble": _on_vits(
-        SelfEnsemble, "Self-Ensemble: sum of all blocks' losses, for transfer (Naseer et al. 2022)"
+        SelfEnsemble, "Self-Ensemble: sum of all blocks' losses, for transfer (Naseer et al. 2022)", random=False
     ),
     "patch-fool": _on_vits(patch_fool, "Patch-Fool: repaint the most attended patches (Fu et al. 2022)"),
     "patches-random": _on_vits(RandomPatches, "noise in random patches, worst of several masks (AFAT, CVPR 2023)"),
