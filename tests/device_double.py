@@ -212,9 +212,9 @@ def _driver(device: torch.device) -> Iterator[None]:
     }
     before = torch._C._only_lift_cpu_tensors()
     with ExitStack() as stack:
-        if device.type == "cuda":
+        if device.type in ("cuda", "xpu"):
             for name, answer in calls.items():
-                stack.enter_context(patch.object(torch.cuda, name, answer))
+                stack.enter_context(patch.object(torch.get_device_module(device), name, answer))
             stack.enter_context(patch.object(Tensor, "pin_memory", lambda tensor, *_: tensor.clone()))
         torch._C._set_only_lift_cpu_tensors(True)
         try:

@@ -259,6 +259,19 @@ def test_runs_on_a_device_without_float64(name, tmp_path):
     assert double.copies
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["audit", "diagnosis", "objective adversarial"])
+def test_runs_on_intel_s_gpus(name, tmp_path):
+    """The path of CUDA under another name."""
+    expected = RUNS[name](Processes(0, 1, CPU), tmp_path / "cpu").results
+    with DeviceDouble("xpu") as double:
+        found = RUNS[name](Processes(0, 1, double.device), tmp_path / "device").results
+    if name == "diagnosis":
+        found, expected = ({each["check"]: each["verdict"] for each in run["findings"]} for run in (found, expected))
+    assert list(differences(found, expected)) == []
+    assert double.copies
+
+
 def test_what_looks_inside_a_model_on_a_device_without_float64_is_refused():
     with DeviceDouble("mps", floats=32) as double:
         model = Processes(0, 1, CPU, double.device).place(model_for("patch-fool-2"))

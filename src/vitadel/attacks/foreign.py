@@ -26,6 +26,7 @@ from vitadel.backbones.classifier import check_pixels
 from vitadel.backbones.third_party import import_function, user_code
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import frozen
+from vitadel.runtime.gpus import generators_kept, gpu_module, is_gpu
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 
@@ -183,12 +184,12 @@ def _seeded(keys: Tensor) -> Iterator[None]:
     # The seeds of numpy have 32 bits.
     seed = int(keys.cpu().numpy().view(np.uint64).astype(object).sum() % 2**32) if len(keys) else 0
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [keys.device] if keys.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with generators_kept(keys.device):
         torch.default_generator.manual_seed(seed)  # and no other device's, which would not be restored
-        if devices:
-            with torch.cuda.device(keys.device):
-                torch.cuda.manual_seed(seed)
+        if is_gpu(keys.device):
+            gpu = gpu_module(keys.device)
+            with gpu.device(keys.device):
+                gpu.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
         try:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import are_numbers
+from vitadel.runtime.gpus import is_gpu
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Source
 
@@ -235,7 +236,7 @@ def to_unit_range(pixels: Tensor) -> Tensor:
 
 def copied_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Tensors on a device; copies to a GPU start from pinned memory and are not waited for."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return [each.to(device) for each in tensors]
     return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
 

@@ -20,6 +20,7 @@ from vitadel.backbones.anatomy import backbone_of, blocks_of
 from vitadel.backbones.attention_hooks import AttentionHook, not_reached
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import computes_alone
+from vitadel.runtime.gpus import generators_kept
 
 __all__ = ["AttentionHook", "Edge", "Record", "block_features", "count_macs", "frozen", "hooked", "token_sequence"]
 
@@ -118,10 +119,9 @@ def count_macs(model: nn.Module, shape: Sequence[int]) -> int | None:
     such an image, or computes outside of torch.
     """
     first = next(model.parameters(), torch.empty(0))
-    devices = [first.device] if first.device.type == "cuda" else []
     try:
         # A random model draws numbers here, which later runs in this process must not miss.
-        with torch.random.fork_rng(devices):
+        with generators_kept(first.device):
             return output_and_macs(model, torch.zeros(1, 3, *shape, device=first.device))[1]
     except Exception:  # any code may be a model; that it cannot be counted is no reason to fail
         return None

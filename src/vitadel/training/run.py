@@ -31,6 +31,7 @@ from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.quantities import are_numbers
 from vitadel.runtime.distributed import Processes, join_processes
+from vitadel.runtime.gpus import gpu_module, is_gpu
 from vitadel.training.data_stream import DataStream, make_augment, make_device_augmentation, make_plain, seed_everything
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
 from vitadel.training.loop import make_optimizer, train
@@ -170,9 +171,9 @@ def open_training(
 def _with_precision(recipe: Recipe, processes: Processes) -> Recipe:
     """The recipe with a precision that the device has, also in its document: a resumed run must have the same."""
     kind, amp_dtype = (processes.model_device or processes.device).type, recipe.train.amp_dtype
-    has_bf16 = kind == "cpu" or (kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
-    has_bf16 |= kind == "xpu" and torch.xpu.is_bf16_supported()
-    if amp_dtype == "fp16" and kind not in ("cuda", "xpu"):
+    gpu = gpu_module(processes.device) if is_gpu(processes.device) else None
+    has_bf16 = kind == "cpu" or (gpu is not None and gpu.is_bf16_supported(including_emulation=False))
+    if amp_dtype == "fp16" and gpu is None:
         raise UserError(f"train.amp_dtype fp16 needs a GPU with it; use bf16 or fp32 on a CPU, got device {kind}")
     if amp_dtype == "bf16" and not has_bf16:
         raise UserError("train.amp_dtype bf16: this GPU has no bf16, which came with Ampere (A100); use fp16 or fp32")

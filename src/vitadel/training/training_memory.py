@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
+from vitadel.runtime.gpus import gpu_module, is_gpu
 from vitadel.training.memory_switches import refuse_looking_inside
 from vitadel.training.recipes.build import Recipe
 
@@ -145,8 +146,8 @@ def _checkpointing(recipe: Recipe, model: nn.Module) -> Iterator[bool]:
 
 def device_memory(device: torch.device) -> int:
     """All bytes of the device, used or not; for the CPU those of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+    if is_gpu(device):
+        return int(gpu_module(device).mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -156,11 +157,12 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     By the allocator of a GPU; on other devices by the tensors that torch's operations return, without what a kernel
     takes for itself.
     """
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    if is_gpu(device):
+        gpu = gpu_module(device)
+        before = gpu.memory_allocated(device)
+        gpu.reset_peak_memory_stats(device)
         work()
-        return int(torch.cuda.max_memory_allocated(device) - before)
+        return int(gpu.max_memory_allocated(device) - before)
     live = _LiveBytes()
     with live:
         work()

@@ -15,6 +15,7 @@ from vitadel.evaluation.engine.run import Run
 from vitadel.evaluation.engine.stages import ordinary_form
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.gpus import gpu_module, is_gpu
 
 ESCALATION = ", if it escalates"
 """The end of the name of a row: what more a staged ensemble costs at most."""
@@ -86,7 +87,7 @@ def plan_audit(
 
 
 def _peak_memory_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+    if is_gpu(device):
+        return float(gpu_module(device).max_memory_allocated(device) / 2**20)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

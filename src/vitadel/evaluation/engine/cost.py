@@ -27,6 +27,7 @@ from vitadel.evaluation.engine.attack_preparation import needs_calibration
 from vitadel.evaluation.engine.stages import RunContext, Stream, count_passes, is_staged, judge, members_of, rules_of
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import duration
+from vitadel.runtime.gpus import generators_kept, wait_for
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 
@@ -93,8 +94,7 @@ def seconds_of(work: Callable[[], Tensor], device: torch.device) -> float:
             break
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         if turn:
             best = min(best, time.perf_counter() - start)
     return best
@@ -281,8 +281,7 @@ def estimate(
 @contextmanager
 def _generators_kept(context: RunContext) -> Iterator[None]:
     """Restore torch's generators afterwards, from which a random model draws."""
-    device = context.processes.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with generators_kept(context.processes.device):
         yield
 
 

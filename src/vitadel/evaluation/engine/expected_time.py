@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from vitadel.errors import UserError
 from vitadel.quantities import duration
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.gpus import generators_kept
 from vitadel.types import Attack
 
 _FEWEST = 16  # images of a run for which a trial is made: fewer take hardly longer than a trial
@@ -77,9 +76,8 @@ def announce_time(trial: Trial, processes: Processes) -> Mapping[str, float]:
         return {}
     few = max(min(8, trial.samples // 8), min(16, trial.samples // 20))
     alone = Processes(0, 1, processes.device)
-    device = [processes.device] if processes.device.type == "cuda" else []
     try:
-        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(device):
+        with tempfile.TemporaryDirectory() as folder, generators_kept(processes.device):
             trial.run(1, alone, out=Path(folder) / "first", costs=StageCosts())  # a first pass is slow
             costs = StageCosts()
             trial.run(few, alone, out=Path(folder) / "few", costs=costs)

@@ -22,6 +22,7 @@ from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import count_macs
 from vitadel.quantities import WORKERS, quantity_text
 from vitadel.runtime.distributed import Processes
+from vitadel.runtime.gpus import gpu_module, is_gpu
 from vitadel.runtime.opening import Opening
 from vitadel.runtime.run_folder import (
     SCHEMA,
@@ -302,7 +303,7 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "packages": versions,
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "device_name": gpu_module(device).get_device_name(device) if is_gpu(device) else platform.processor() or "cpu",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "processes": processes,
