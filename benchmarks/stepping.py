@@ -9,17 +9,18 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.backbones.load import load_model
-from vitadel.runtime.distributed import join_processes
+from vitadel.runtime.distributed import Processes
 
 # Single steps have no public name: `train` runs all of them at once, so candidates could not take turns.
 from vitadel.training.loop import _Trainer, make_optimizer
 from vitadel.training.metrics import Metrics, ProgressTable
 from vitadel.training.recipes.build import Recipe
-from vitadel.training.run import open_training
+from vitadel.training.run import _PRECISIONS, open_training
 from vitadel.training.training_state import TrainingState
 
 __all__ = ["Step", "opened", "our_step", "ratios_to", "take_turns"]
@@ -34,14 +35,17 @@ def opened(name: str) -> Classifier:
 
 
 def our_step(recipe: Recipe, model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    """One optimiser step of `vitadel harden` on the given images, without reading any."""
-    processes = join_processes("cpu")
+    """One optimiser step of `vitadel harden` on the given images, without reading any, on their device."""
+    processes = Processes(0, 1, x.device)
     setup = open_training(recipe, processes)
-    accelerator = Accelerator(cpu=True)
+    recipe, on_cpu = setup.recipe, x.device.type == "cpu"
+    AcceleratorState._reset_state()  # or a second step in this process could not have another precision
+    precision = _PRECISIONS[recipe.train.amp_dtype]
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, device_placement=False)
     prepared, optimizer = accelerator.prepare(model, make_optimizer(recipe.optimizer, model))
     board, folder = ProgressTable(10**6, 1, shown=False), Path(tempfile.mkdtemp())
     run = TrainingState(recipe, model, 10, setup.stream, setup.held_out, processes, folder, board, Metrics(None))
-    learner = _Trainer(run, prepared, optimizer, accelerator, asked=lambda: False)
+    learner = _Trainer(run, prepared, optimizer, accelerator, asked=lambda: False, fetch=lambda: None)
     (part,) = next(setup.stream.steps(0, 1))
     part = type(part)(part.names, x, y)
     return lambda: learner.take_step([part])

@@ -191,13 +191,18 @@ class MicroBatch:
     plain: bool = False  # not augmented, and not to be mixed
     drawn: DrawnAugmentation | None = None  # what is left to do on the device
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def sent(self, device: torch.device) -> MicroBatch:
+        """The bytes on their device, as they are."""
         if self.drawn is None:
             x, y = copied_to(device, self.x, self.y)
-        else:
-            x, y, table = copied_to(device, self.x, self.y, self.drawn.table)
-            x = self.drawn.augmentation.apply(x, table)
-        return replace(self, x=to_unit_range(x), y=y, drawn=None)
+            return replace(self, x=x, y=y)
+        x, y, table = copied_to(device, self.x, self.y, self.drawn.table)
+        return replace(self, x=x, y=y, drawn=replace(self.drawn, table=table))
+
+    def to(self, device: torch.device) -> MicroBatch:
+        there = self if self.x.device.type == device.type else self.sent(device)
+        x = there.x if there.drawn is None else there.drawn.augmentation.apply(there.x, there.drawn.table)
+        return replace(there, x=to_unit_range(x), drawn=None)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from vitadel.attacks.wrappers import Averaged, Restarts
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import Interrupted, UserError
 from vitadel.instrument.hooks import frozen
+from vitadel.runtime.gpus import is_gpu
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import MicroBatch, derive_seed, make_mixup, seed_everything
 from vitadel.training.interfaces import (
@@ -46,6 +47,7 @@ from vitadel.training.interfaces import (
 )
 from vitadel.training.metrics import Score, count_image_passes, track
 from vitadel.training.recipes.training_sections import OptimizerSection
+from vitadel.training.steps_ahead import StepsAhead
 from vitadel.training.training_state import TrainingState, average_statistics, find_checkpoint, restore, save_checkpoint
 from vitadel.types import Attack, Ensemble
 
@@ -69,8 +71,9 @@ def train(state: TrainingState, accelerator: Accelerator, optimizer: torch.optim
     last = state.epochs * state.steps_per_epoch
     ended = bool(state.stopped) and state.step == epoch_start
     with _interrupt_flag() as interrupted:
-        trainer = _Trainer(state, model, prepared, accelerator, interrupted)
-        for batch in state.stream.steps(state.step, last) if not ended else ():
+        steps = StepsAhead(iter(()) if ended else state.stream.steps(state.step, last), state.processes.device)
+        trainer = _Trainer(state, model, prepared, accelerator, interrupted, steps.fetch)
+        for batch in steps:
             state.epoch = state.step // state.steps_per_epoch
             if state.step % state.steps_per_epoch == 0:
                 _start_epoch(state)
@@ -104,6 +107,7 @@ class _Trainer:
     optimizer: Any
     accelerator: Accelerator
     asked: Callable[[], bool]  # whether this process was asked to stop
+    fetch: Callable[[], None]  # the images of the next step, while the device computes
     interrupted: bool = False  # whether any process was
 
     def __post_init__(self) -> None:
@@ -135,6 +139,7 @@ class _Trainer:
                 if isinstance(plugin, AroundStep):
                     around.enter_context(plugin.around_step(state, losses))
             numbers = self._backward(batch)
+            self.fetch()
             clip = math.inf if recipe.optimizer.clip_grad_norm is None else recipe.optimizer.clip_grad_norm
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
             if hasattr(norm, "full_tensor"):  # of divided gradients
@@ -395,7 +400,7 @@ def _fused(section: OptimizerSection, device: torch.device) -> bool:
             f"optimizer.fused: torch has no fused '{section.name}', but fused adam, adamw and sgd; set "
             "optimizer.fused=false or another optimizer.name"
         )
-    return section.fused if section.fused is not None else can and device.type in ("cuda", "xpu")
+    return section.fused if section.fused is not None else can and is_gpu(device)
 
 
 def run_inner_attack(
