@@ -23,8 +23,9 @@ def save(number, frame):
     Path(sys.argv[1]).write_text("saved")
     sys.exit(130)
 signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR2, save)
 Path(sys.argv[1]).write_text("started")
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -56,6 +57,8 @@ def test_commands_refuse_what_cannot_be_submitted(monkeypatch: pytest.MonkeyPatc
     assert "only an audit has shards" in said.stderr
     said = vitadel("audit", "--launcher", "slurm(shards=2)", "--shard", "1/2", "--out", "x", code=2)
     assert "leave out one of the two" in said.stderr
+    said = vitadel("harden", "shapes/trades", "train.epochs=none", "--launcher", "slurm", "--out", "x", code=2)
+    assert "train.epochs: should be a valid integer" in said.stderr
     monkeypatch.setitem(sys.modules, "submitit", None)
     said = vitadel("audit", "--launcher", "slurm(shards=2)", "--out", "x", code=2)
     assert "pip install 'vitadel[slurm]'" in said.stderr
@@ -67,7 +70,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("submitit")
     commands = tmp_path / "bin"
     commands.mkdir()
-    scripts = {"sbatch": f'cp "$1" {tmp_path}/script.sh; echo Submitted batch job 4242', "srun": "", "scontrol": ""}
+    scripts = {"sbatch": f'cp "$1" {tmp_path}/script.sh; echo Submitted batch job 4242', "srun": ""}
+    scripts["scontrol"] = f'echo "$@" >> {tmp_path}/requeued'
     for name, body in scripts.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}\n")
         (commands / name).chmod(0o755)
@@ -121,7 +125,7 @@ def test_a_preempted_job_saves_and_is_queued_again(tmp_path: Path):
 
     thread = threading.Thread(target=run)
     thread.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (state.exists() and state.read_text() == "started") and time.monotonic() < deadline:
         time.sleep(0.01)
     again = job.checkpoint()
@@ -132,31 +136,59 @@ def test_a_preempted_job_saves_and_is_queued_again(tmp_path: Path):
     assert ended[0].endswith("exit code 130")
 
 
-IN_A_HANDLER = """
-import signal, sys
-from vitadel.runtime.launcher import LaunchedCommand
-job = LaunchedCommand((sys.argv[1],), ".", (sys.executable, "-c", sys.argv[2]))
-def preempted(number, frame):
-    print("again", job.checkpoint().function == job, flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGUSR2, preempted)
-job()
+AS_A_JOB = "import sys; from submitit.core.submission import process_job; process_job(sys.argv[1])"
+
+
+def started_by_submitit(cluster: Path, program: str) -> tuple[subprocess.Popen[str], Path]:
+    """The command as Slurm starts it for submitit, in a group of its own; it writes to the file when it has started."""
+    import submitit
+
+    state, jobs = cluster / "state", cluster / "jobs"
+    jobs.mkdir()
+    command = LaunchedCommand((str(state),), str(cluster), (sys.executable, "-c", program))
+    submission = submitit.core.utils.DelayedSubmission(command)
+    submission.set_timeout(60, 3)
+    submission.dump(jobs / "4242_submitted.pkl")
+    environment = {**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "4242"}
+    words = [sys.executable, "-c", AS_A_JOB, str(jobs)]
+    job = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not (state.exists() and state.read_text() == "started"):
+        assert job.poll() is None
+        time.sleep(0.01)
+    return job, state
+
+
+SLEEPS = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+Path(sys.argv[1]).write_text("started")
+time.sleep(600)
 """
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_middle_of_the_wait_is_answered(tmp_path: Path):
-    """As submitit does it: the handler runs in the thread that waits for the command."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize(("program", "then"), [(SAVES, "saved"), (SLEEPS, "started")], ids=["saves", "too early"])
+def test_a_signal_to_all_processes_of_a_job_queues_it_again(
+    cluster: Path, number: signal.Signals, program: str, then: str
+):
+    """SIGTERM is Slurm's, SIGUSR2 submitit's. A command that has no handler yet has nothing to save."""
+    import submitit
+
+    job, state = started_by_submitit(cluster, program)
+    os.killpg(job.pid, number)
+    _, said = job.communicate(timeout=600)
+    assert (cluster / "requeued").read_text() == "requeue 4242\n", said
+    assert state.read_text() == then
+    again = submitit.core.utils.DelayedSubmission.load(cluster / "jobs" / "4242_submitted.pkl")
+    assert again.function.words == (str(state),)
+
+
+def test_a_job_that_is_preempted_before_it_begins_is_queued_again(tmp_path: Path):
     pytest.importorskip("submitit")
-    state = tmp_path / "state"
-    words = [sys.executable, "-c", IN_A_HANDLER, str(state), SAVES]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as waiting:
-        deadline = time.monotonic() + 60
-        while not (state.exists() and state.read_text() == "started") and time.monotonic() < deadline:
-            time.sleep(0.01)
-        waiting.send_signal(signal.SIGUSR2)
-        said, _ = waiting.communicate(timeout=60)
-    assert (said, state.read_text()) == ("again True\n", "saved")
+    job = LaunchedCommand(("audit",), str(tmp_path))
+    assert job.checkpoint().function == job
 
 
 def test_a_job_that_cannot_save_is_not_queued_again(tmp_path: Path):

@@ -31,11 +31,11 @@ def harden(
     from vitadel.training.recipes.compose import compose
     from vitadel.training.run import run_harden, title_of
 
+    title = title_of(recipe, row)
+    built = build_recipe(compose(recipe, row, overrides or ()), title)
     if launcher is not None:
         submit_jobs(launcher, run)
         return
-    title = title_of(recipe, row)
-    built = build_recipe(compose(recipe, row, overrides or ()), title)
     written = run_options(run, data_root=data_root)
     outcome = run_harden(built, title, join_processes(run.device), data_root=data_root, **written)
     present(outcome, run, report="clean" in outcome.results)

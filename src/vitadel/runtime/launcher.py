@@ -24,7 +24,7 @@ SLURM = "slurm"
 _OF_ALL = ("timeout_min", "mem_gb", "cpus_per_task", "gpus_per_node")  # what submitit passes to every kind of cluster
 _OF_SLURM = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "array_parallelism", "signal_delay_s")
 _DEFAULTS = {"timeout_min": 1440}
-_INTERRUPTED = 130
+_PREEMPTED = (130, -signal.SIGTERM)  # saved; or ended before it had anything to save
 _MOST_SHARDS = 10_000  # jobs: clusters limit arrays to fewer
 
 
@@ -58,35 +58,52 @@ def read_launcher(text: str) -> Launcher:
 
 @dataclass
 class LaunchedCommand:
-    """A command as a job; `program` is what runs vitadel."""
+    """A command as a job; `program` is what runs vitadel.
+
+    Slurm announces preemption by SIGTERM to all processes of a job, and by submitit's own signal to those that it was
+    asked for. submitit queues a job again at its own signal only, so a command that the first one has ended passes it
+    on.
+    """
 
     words: tuple[str, ...]
     folder: str  # where it was typed: paths may be relative
     program: tuple[str, ...] = (sys.executable, "-m", "vitadel")
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __call__(self) -> int:
-        self._process = subprocess.Popen([*self.program, *self.words], cwd=self.folder)
-        code = self._process.wait()
+        self.process = subprocess.Popen([*self.program, *self.words], cwd=self.folder)
+        code = self.process.wait()
+        if code in _PREEMPTED:
+            _queue_again()  # does not return where submitit listens
         if code:
             raise RuntimeError(f"vitadel {' '.join(self.words)} ended with exit code {code}")
         return code
 
     def checkpoint(self) -> Any:
         """Called by submitit when the job is about to be preempted: save, end, and queue the same command again."""
-        self._process.send_signal(signal.SIGTERM)
-        code = self._ended()
-        if code not in (0, _INTERRUPTED):
-            raise RuntimeError(f"vitadel {' '.join(self.words)} could not save its state: exit code {code}")
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            code = self._ended(self.process)
+            if code not in (0, *_PREEMPTED):
+                raise RuntimeError(f"vitadel {' '.join(self.words)} could not save its state: exit code {code}")
         return _submitit().helpers.DelayedSubmission(LaunchedCommand(self.words, self.folder, self.program))
 
-    def _ended(self) -> int:
+    @staticmethod
+    def _ended(process: subprocess.Popen[bytes]) -> int:
         """The exit code, without a lock: `checkpoint` runs in a signal handler, in the middle of `wait`."""
         try:
-            found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # waited for already
-            return self._process.wait()
+            return process.wait()
         assert found is not None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _queue_again() -> None:
+    """Give this process the signal at which submitit queues its job again; nothing where nobody listens to it."""
+    number = getattr(signal, f"SIG{_submitit().JobEnvironment.USR_SIG}")
+    if callable(signal.getsignal(number)):
+        signal.raise_signal(number)
 
 
 def launch(launcher: Launcher, words: Sequence[str], out: Path) -> list[str]:
