@@ -11,6 +11,7 @@ import torch
 from test_batches import CHUNKS, Counted
 
 import vitadel
+from command_line import vitadel as vitadel_command
 from device_double import DeviceDouble
 from small_recipes import recipe
 from vitadel.data import Preprocess, read_batches
@@ -97,10 +98,26 @@ def test_a_worker_of_a_training_that_dies_names_its_sample():
 
 @pytest.mark.parametrize("number", [-1, 100_000])
 def test_a_number_that_cannot_be_meant_is_refused(number):
-    with pytest.raises(UserError, match=rf"--workers must be from 0 to 256, got {number}"):
+    with pytest.raises(UserError, match=rf"--workers must be auto or from 0 to 256, got {number}"):
         vitadel.audit("zoo:shapes-standard", "shapes", attacks="fgsm", limit=2, workers=number)
     with pytest.raises(UserError, match=rf"workers must be from 0 to 256, got {number}"):
         recipe(data={"workers": number})
+
+
+def test_the_usual_number_can_be_asked_for_by_its_name(monkeypatch):
+    given = []
+
+    def noted(*_, workers, **__):
+        given.append(workers)
+        raise UserError("enough")
+
+    monkeypatch.setattr("vitadel.cli.audit.run_attacks", noted)
+    for words in ([], ["--workers=auto"], ["--workers=3"]):
+        vitadel_command("audit", *words, code=2)
+    assert given == [None, None, 3]
+    for text in ("many", "1.5", "", "9" * 10):
+        said = vitadel_command("audit", f"--workers={text}", code=2).stderr
+        assert f"--workers must be auto or from 0 to 256, got '{text}'" in said
 
 
 @pytest.mark.parametrize(

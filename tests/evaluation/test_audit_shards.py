@@ -152,7 +152,7 @@ def test_a_shard_reads_in_as_many_processes_as_are_asked_for(
         raise UserError(f"{workers} processes would read")
 
     monkeypatch.setattr("vitadel.data.worker_processes.read_in_processes", count)
-    for workers, said in ((3, "3 processes would read"), (-1, "--workers must be from 0 to 256, got -1")):
+    for workers, said in ((3, "3 processes would read"), (-1, "--workers must be auto or from 0 to 256, got -1")):
         with pytest.raises(UserError, match=said):
             run_shard(target, request_for(), ONE, Shard(1, 2), out=tmp_path / said[0], workers=workers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from vitadel.cli.options import (
     rare,
 )
 from vitadel.errors import UserError
+from vitadel.quantities import WORKERS
 
 if TYPE_CHECKING:
     from vitadel.evaluation.audit.audit import AuditRequest
@@ -84,14 +86,14 @@ def audit(
     precision: options.Precision = "fp32",
     launcher: options.Launcher = None,
     shard: Annotated[str | None, rare("part I/N of the images; see 'vitadel merge'")] = None,
-    workers: Annotated[int | None, rare("processes that read images")] = None,
+    workers: Annotated[str, rare("processes that read images")] = "auto",
 ) -> None:
     """Measure accuracy of MODEL, clean and under attack.
 
     Each attack runs on samples that earlier ones left correct; writes a run folder and a report.
     """
     assert suite is None  # main.py runs the suite's own verb
-    judge = gates.judge()
+    judge, reading = gates.judge(), _read_workers(workers)
     if protocol is not None:
         attacks, data, how, independent = _apply_protocol(protocol, attacks, data, how, independent, given_flags(ctx))
     own: dict[str, object] = {
@@ -127,11 +129,20 @@ def audit(
         submit_jobs(launcher, run, shards=True)
         return
     if shard is not None:
-        _run_shard(shard, requests[0], model, how, data, run, workers)
+        _run_shard(shard, requests[0], model, how, data, run, reading)
         return
-    outcome = run_attacks("audit", requests, model, how, data, run, precheck=precheck, workers=workers)
+    outcome = run_attacks("audit", requests, model, how, data, run, precheck=precheck, workers=reading)
     present(outcome, run)
     judge(outcome)
+
+
+def _read_workers(text: str) -> int | None:
+    """A number of reading processes; None for 'auto', as many as are usual on the device."""
+    if text == "auto":
+        return None
+    if not re.fullmatch(r"-?[0-9]{1,9}", text):
+        raise UserError(f"--workers must be auto or {WORKERS.words}, got {text!r}")
+    return int(text)
 
 
 def _run_shard(

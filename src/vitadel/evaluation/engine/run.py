@@ -176,7 +176,7 @@ def check_workers(options: RunOptions) -> None:
     """Refuse a number of reading processes that cannot be meant."""
     workers = options.get("workers")
     if workers is not None and not WORKERS.holds(workers):
-        raise UserError(f"--workers must be {WORKERS.words}, got {workers}; leave it out for the usual number")
+        raise UserError(f"--workers must be auto or {WORKERS.words}, got {workers}")
 
 
 def run_settings(target: Target, request: RunRequest, indices: Tensor, **more: Any) -> dict[str, Any]:
