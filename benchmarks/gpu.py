@@ -5,13 +5,18 @@
     python benchmarks/gpu.py --device cpu --batch 32 --images 96 --parts input      # reading only
     python benchmarks/gpu.py --device cpu --images 2000 --parts input --jpeg 32 32 --size 32
 
-Prints a table in Markdown for docs/devices.md. The images are made here: noise for the attacks, and JPEG files of
+Prints a table in Markdown for docs/results.md. The images are made here: noise for the attacks, and JPEG files of
 500 x 375 pixels with structure for the input pipeline, which also times torchvision's ImageFolder with a DataLoader and
 timm's loader on the same files, and our own reading without simplejpeg if that is installed. torchattacks and the
 reference AutoAttack are measured if they are installed. All attacks get a budget so small that no image is fooled, so
-that everyone does the same work. Each number is the median of `--rounds` after one that is not counted. On a CPU it is
-processor time, of reading processes too, so use one thread (OMP_NUM_THREADS=1): other work on the machine then changes
-little.
+that everyone does the same work. A training step of ours is one of `vitadel harden`; that of timm is the one of its
+train.py, with the same optimizer, and for adversarial training with PGD written into it by hand. Memory is what a step
+has at its peak beyond weights, gradients and the optimizer's state: by the allocator of a GPU, and elsewhere by the
+tensors that torch's operations return.
+
+Each number is the median of `--rounds` after one that is not counted. On a CPU it is processor time, of reading
+processes too, so use one thread (OMP_NUM_THREADS=1): other work on the machine then changes little. Only the time that
+reading adds to a model of 10 ms per image is by the wall clock: the model is a pause there.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +41,7 @@ from unittest import mock
 import numpy as np
 import torch
 from PIL import Image
+from stepping import Step, our_step, take_turns
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,9 +55,14 @@ from vitadel.data import Preprocess, jpeg, open_dataset, read_batches
 from vitadel.data.batches import PixelReader
 from vitadel.data.worker_processes import Chunked
 from vitadel.runtime.distributed import join_processes
+from vitadel.training.recipes.build import build_recipe
+from vitadel.training.recipes.compose import compose
+from vitadel.training.training_memory import peak_bytes
 from vitadel.types import Source
 
 EPS = 1e-6  # no image is fooled within this budget
+CLIP, TARGETS = 1.0, 2
+_MODEL = 0.01  # seconds per image
 OURS, BY_PILLOW = "vitadel", "vitadel without simplejpeg"
 
 
@@ -91,33 +103,75 @@ def attacks(model: Classifier, x: Tensor, y: Tensor, steps: int) -> Iterator[tup
     yield f"PGD-{steps}, vitadel", lambda: pgd(model, x, y)
     apgd = apgd_ce(threat, steps=steps)
     yield f"APGD-CE-{steps}, vitadel", lambda: apgd(model, x, y)
-    whole = autoattack(threat, steps=steps, targets=2, queries=10 * steps)
-    yield f"AutoAttack ({steps} steps, 2 targets), vitadel", lambda: whole(model, x, y)
+    queries, named = 10 * steps, f"AutoAttack ({steps} steps, {TARGETS} targets)"
+    whole = autoattack(threat, steps=steps, targets=TARGETS, queries=queries)
+    yield f"{named}, vitadel", lambda: whole(model, x, y)
     if find_spec("torchattacks") is not None:
         library = import_module("torchattacks")
         theirs = library.PGD(model, eps=EPS, alpha=EPS / 4, steps=steps)
         yield f"PGD-{steps}, torchattacks", lambda: theirs(x, y)
         auto = library.APGD(model, eps=EPS, steps=steps, loss="ce")
         yield f"APGD-CE-{steps}, torchattacks", lambda: auto(x, y)
+        how = {"eps": EPS, "steps": steps}
+        several = {**how, "n_classes": TARGETS + 1}  # classes to aim at, and the true one
+        members = [library.APGD(model, loss="ce", **how), library.APGDT(model, **several)]
+        members += [
+            library.FAB(model, multi_targeted=True, **several),
+            library.Square(model, eps=EPS, n_queries=queries),
+        ]
+        everything = library.MultiAttack(members)
+        yield f"{named}, torchattacks", lambda: everything(x, y)
     if find_spec("autoattack") is not None:
         settings = {"norm": "Linf", "eps": EPS, "version": "custom", "attacks_to_run": ["apgd-ce"]}
         reference = import_module("autoattack").AutoAttack(model, **settings, device=x.device, verbose=False)
         reference.apgd.n_iter = steps
         yield f"APGD-CE-{steps}, reference", lambda: reference.run_standard_evaluation(x, y, bs=len(x))
+        standard = import_module("autoattack").AutoAttack(model, norm="Linf", eps=EPS, device=x.device, verbose=False)
+        for part in (standard.apgd, standard.apgd_targeted, standard.fab):
+            part.n_iter = steps
+        standard.apgd_targeted.n_target_classes = standard.fab.n_target_classes = TARGETS
+        standard.square.n_queries = queries
+        yield f"{named}, reference", lambda: standard.run_standard_evaluation(x, y, bs=len(x))
 
 
-def training_step(model: Classifier, x: Tensor, y: Tensor, steps: int, amp: bool) -> Callable[[], object]:
-    """PGD adversarial training: an attack, a loss, an optimizer step; with `amp` the loss is computed in bf16."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    attack = PGD(Linf(EPS), stepper=Steepest(EPS / 4), steps=steps)
+def training_steps(
+    make_model: Callable[[], Classifier], x: Tensor, y: Tensor, steps: int, amp_dtype: str
+) -> Iterator[tuple[str, Step]]:
+    """Steps of standard and of PGD adversarial training, ours and timm's."""
+    for attack, kind in (("", "standard training"), (f"pgd-{steps}(step={EPS / 4})", f"training with PGD-{steps}")):
+        objective = {"use": "adversarial", "attack": attack} if attack else {"use": "standard"}
+        switches = {"train.tracker": "none", "train.batch_size": len(y), "train.amp_dtype": amp_dtype, "plugins": None}
+        document = compose("shapes/pgd-at", None, {**switches, "threat.eps": EPS})
+        optimizer = {"name": "adamw", "lr": 1e-6, "clip_grad_norm": CLIP}
+        recipe = build_recipe({**document, "objective": objective, "optimizer": optimizer}, "benchmark")
+        yield f"{kind}, {amp_dtype}, vitadel", our_step(recipe, make_model(), x, y)
+        yield f"{kind}, {amp_dtype}, timm", timm_step(make_model(), x, y, steps if attack else 0, amp_dtype)
+
+
+def timm_step(model: Classifier, x: Tensor, y: Tensor, steps: int, amp_dtype: str) -> Step:
+    """As in timm's train.py; attacks by hand, through a model whose parameters keep requiring gradients."""
+    from timm.optim import create_optimizer_v2
+    from timm.utils import AverageMeter, dispatch_clip_grad
+
+    fused = {"fused": True} if x.device.type == "cuda" else {}
+    optimizer = create_optimizer_v2(model.backbone, opt="adamw", lr=1e-6, **fused)
+    meter, amp = AverageMeter(), amp_dtype == "bf16"
 
     def step() -> None:
-        z = attack(model, x, y)
+        z = x
         with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+            model.eval()
+            for _ in range(steps):
+                z = z.detach().requires_grad_()
+                (grad,) = torch.autograd.grad(F.cross_entropy(model(z), y), z)
+                z = torch.min(torch.max(z.detach() + EPS / 4 * grad.sign(), x - EPS), x + EPS).clamp(0, 1)
+            model.train()
             loss = F.cross_entropy(model(z), y)
         loss.backward()
+        dispatch_clip_grad(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        meter.update(loss.item(), len(y))
 
     return step
 
@@ -174,9 +228,9 @@ def pipelines(
     from torch.utils.data import DataLoader
     from torchvision.datasets import ImageFolder
 
-    count, batch, workers, size = settings.images, settings.batch, settings.workers, (3, settings.size, settings.size)
+    batch, workers, size = settings.batch, settings.workers, (3, settings.size, settings.size)
     files, preprocess = open_dataset(f"folder:{folder}"), Preprocess(settings.size, 0.875)
-    chunks = [list(range(first, min(first + batch, count))) for first in range(0, count, batch)]
+    chunks = chunks_of(settings)
 
     def ours(source: Source = files) -> None:
         for read in read_batches(source, chunks, preprocess, workers=workers, threads=1, device=device):
@@ -210,26 +264,23 @@ def model_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[t
     x = torch.rand(settings.batch, 3, height, width, generator=source).to(device)
     with torch.no_grad():
         y = model(x).argmax(1)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    times = {
-        "forward pass": seconds(lambda: bare(model, x, y, 0, 1), device, settings.rounds),
-        "gradient": seconds(lambda: bare(model, x, y, 1, 0), device, settings.rounds),
-    }
+    work = {"forward pass": lambda: bare(model, x, y, 0, 1), "gradient": lambda: bare(model, x, y, 1, 0)}
+    times = {name: seconds(each, device, settings.rounds) for name, each in work.items()}
     for name, time_taken in times.items():
         yield f"{name}, images per second", f"{settings.batch / time_taken:.1f}"
-    for name, work in attacks(model, x, y, settings.steps):
-        taken = seconds(work, device, settings.rounds)
+    yield "gradient, memory", megabytes(work["gradient"], device)
+    for name, attack in attacks(model, x, y, settings.steps):
+        taken = seconds(attack, device, settings.rounds)
         yield name, f"{taken:.3f} s, {taken / times['gradient']:.1f} gradients"
-    for amp in (False, True):
-        taken = seconds(training_step(model.train(), x, y, settings.steps, amp), device, settings.rounds)
-        kind = "bf16" if amp else "fp32"
-        yield (
-            f"training step with PGD-{settings.steps}, {kind}",
-            f"{taken:.3f} s, {settings.batch / taken:.1f} images/s",
-        )
-    if device.type == "cuda":
-        yield "peak memory", f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f} MB"
+    for amp_dtype in ("fp32", "bf16"):
+        crew = dict(training_steps(lambda: deepcopy(model), x, y, settings.steps, amp_dtype))
+        for name, rounds in take_turns(crew, settings.rounds, lambda: now(device)).items():
+            taken = median(rounds)
+            yield name, f"{taken:.3f} s, {settings.batch / taken:.1f} images/s, {megabytes(crew[name], device)}"
+
+
+def megabytes(work: Callable[[], object], device: torch.device) -> str:
+    return f"{peak_bytes(work, device) / 2**20:.0f} MB"
 
 
 def input_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, str]]:
@@ -250,12 +301,36 @@ def input_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[t
         yield "input, vitadel, sent by a reading process", f"{sent} bytes per image, {sent / whole:.3f} of float pixels"
         # While reading processes are faster than the model, this is all that reading adds to an audit.
         yield "input, vitadel, in the model's process", f"{1000 * median(own[1:]) / settings.images:.3f} ms per image"
+        yield (
+            "input, added to a model of 10 ms per image",
+            f"{100 * added_time(folder, settings, device):.1f} % of its time",
+        )
         for name, rounds in taken.items():
             yield f"input, {name}", f"{settings.images / median(rounds[1:]) / cores:.1f} images/s and core"
         for name, rounds in taken.items():
             if name != OURS and settings.rounds > 1:
                 low, middle, high = quantiles((a / b for a, b in zip(taken[OURS][1:], rounds[1:], strict=True)), n=4)
                 yield f"input, time of vitadel / {name}", f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
+
+
+def chunks_of(settings: argparse.Namespace) -> list[range]:
+    count, size = settings.images, settings.batch
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def added_time(folder: Path, settings: argparse.Namespace, device: torch.device) -> float:
+    """What reading adds to the time of a model that takes 10 ms per image, by the wall clock, as a share of it."""
+    files, preprocess = open_dataset(f"folder:{folder}"), Preprocess(settings.size, 0.875)
+    chunks = [
+        list(range(first, min(first + settings.batch, len(files)))) for first in range(0, len(files), settings.batch)
+    ]
+    shares = []
+    for _ in range(settings.rounds):
+        start = time.perf_counter()
+        for read in read_batches(files, chunks, preprocess, workers=settings.workers, device=device):
+            time.sleep(_MODEL * len(read.x))  # the processor is free while a GPU computes
+        shares.append((time.perf_counter() - start) / (_MODEL * len(files)) - 1)
+    return median(shares)
 
 
 def bytes_sent(folder: Path, settings: argparse.Namespace) -> int:
