@@ -132,7 +132,11 @@ def test_the_least_hours_are_no_more_than_those_stated():
         hours = [each["a100_hours"] for each in plan["trainings"]]
         assert all(each is not None and each > 0 for each in hours)
         assert sum(hours) <= find_item(table)[1].gpu_hours
-        assert "at least" in plan_text(plan)
+        assert all(each["h100_hours"] == each["a100_hours"] / (989 / 312) for each in plan["trainings"])
+        text = plan_text(plan)
+        assert f"at least {hours[0]:.2g} or {hours[0] / (989 / 312):.2g} h" in text
+        cost = find_item(table)[1].gpu_hours
+        assert f"about {cost:g} hours of an A100 (at least {cost / (989 / 312):.2g} of an H100)" in text
 
 
 def test_an_attack_that_looks_inside_a_cnn_is_found_in_the_plan():

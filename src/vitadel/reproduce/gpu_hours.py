@@ -16,6 +16,9 @@ from vitadel.training.recipes.build import Recipe
 A100 = 2226 * 17.6e9
 """Multiply-adds in a second."""
 
+H100_GAIN = 989 / 312
+"""How many times as fast an H100 can be at most."""
+
 _IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "cifar100": 50_000}
 _CLASSES = {"imagenet": 1000}  # of sets of which recipes take some classes
 

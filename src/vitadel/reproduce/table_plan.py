@@ -38,7 +38,7 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
     """
     from vitadel.reproduce.dry_run import DryRun, count_classes
     from vitadel.reproduce.evaluations import check_evaluation
-    from vitadel.reproduce.gpu_hours import training_hours
+    from vitadel.reproduce.gpu_hours import H100_GAIN, training_hours
     from vitadel.training.recipes.build import build_recipe
 
     built = (dry_run or DryRun()).build_models(table)
@@ -46,6 +46,7 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
     for training in table.trainings():
         recipe = build_recipe(compose(training.recipe, training.row, training.overrides), training.name)
         made = built[training.name]
+        hours = training_hours(recipe, made.macs, count_classes(recipe.data.train))
         trainings.append(
             {
                 "training": training.name,
@@ -57,7 +58,8 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
                 "model": recipe.model.name,
                 "parameters": made.parameters,
                 "trained": made.trained,
-                "a100_hours": training_hours(recipe, made.macs, count_classes(recipe.data.train)),
+                "a100_hours": hours,
+                "h100_hours": None if hours is None else hours / H100_GAIN,
             }
         )
     evaluations: dict[str, dict[str, Any]] = {}
@@ -116,7 +118,11 @@ def _cost(table: TableJobs) -> str:
         return f"about {item.small.minutes * seeds:g} minutes of one CPU core (estimate)"
     rows = len({job.row.id for job in table.jobs})
     share = f"; {rows} of its {len(item.rows)} rows are chosen" if rows < len(item.rows) else ""
-    return f"about {item.gpu_hours * seeds:g} hours of an A100 for all rows (estimate: {item.cost_basis}){share}"
+    from vitadel.reproduce.gpu_hours import H100_GAIN
+
+    hours = item.gpu_hours * seeds
+    gpus = f"about {hours:g} hours of an A100 (at least {hours / H100_GAIN:.2g} of an H100)"
+    return f"{gpus} for all rows (estimate: {item.cost_basis}){share}"
 
 
 def time_here(table: TableJobs) -> str:
@@ -155,10 +161,12 @@ def plan_text(plan: dict[str, Any]) -> str:
         after = f", after {', '.join(each['after'])}" if each["after"] else ""
         size = f"{each['parameters'] / 1e6:.3g} M parameters"
         part = f", {each['trained'] / 1e6:.3g} M trained" if each["trained"] < each["parameters"] else ""
-        hours = "" if each["a100_hours"] is None else f", at least {each['a100_hours']:.2g} h"
-        lines.append(f"  {each['training']}: {each['model']}, {size}{part}, {each['epochs']} epochs{hours}{after}")
+        hours = [each[gpu] for gpu in ("a100_hours", "h100_hours") if each[gpu] is not None]
+        least = f", at least {' or '.join(f'{each:.2g}' for each in hours)} h" if hours else ""
+        lines.append(f"  {each['training']}: {each['model']}, {size}{part}, {each['epochs']} epochs{least}{after}")
     if any(each["a100_hours"] is not None for each in plan["trainings"]):
-        lines.append("  hours: of one A100 in half precision, by passes and a published rate; see the cost below")
+        rate = "by passes and a published rate; see the cost below"
+        lines.append(f"  hours: estimates for one A100 or one H100 in half precision, {rate}")
     if plan["models"]:
         lines.append(f"\n{len(plan['models'])} rows with models that others have trained")
     for each in plan["models"]:
