@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from vitadel.data import Preprocess
+from vitadel.data.images import decode
 from vitadel.errors import UserError
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
@@ -34,6 +37,19 @@ def test_timms_evaluation_transform_up_to_normalization(crop_mode, size, crop_pc
     assert pixels.shape == (3, height, width)
     mean, std = torch.tensor(MEAN)[:, None, None], torch.tensor(STD)[:, None, None]
     assert torch.allclose((pixels / 255 - mean) / std, transform(image), atol=1e-6)
+
+
+def test_large_files_are_decoded_whole_as_the_published_preprocessing_does() -> None:
+    """libjpeg can decode to half the size and less (Pillow's draft mode), which gives other pixels."""
+    buffer = io.BytesIO()
+    Image.fromarray(picture(0, 150, 200)).save(buffer, "JPEG", quality=90)
+    preprocess = Preprocess(32, 0.875)
+    smaller = Image.open(io.BytesIO(buffer.getvalue()))
+    smaller.draft("RGB", (36, 36))
+    assert smaller.size == (50, 38)
+    found = preprocess(decode(buffer.getvalue()))
+    assert torch.equal(found, preprocess(Image.open(io.BytesIO(buffer.getvalue())).convert("RGB")))
+    assert (found.int() - preprocess(smaller).int()).abs().max() > 1
 
 
 def test_a_picture_of_the_right_size_is_untouched_whatever_the_crop() -> None:
