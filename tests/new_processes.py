@@ -6,10 +6,11 @@ torch. What depends on a new interpreter, or on the launcher itself, uses `subpr
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import pkgutil
 import signal
-import socket
 import sys
 import tempfile
 import traceback
@@ -20,10 +21,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from torch.distributed import TCPStore
 
 from command_line import Said
 
-__all__ = ["Running", "program", "run_together", "start"]
+__all__ = ["Running", "program", "run_together", "signaled_at", "start"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _IMPORTED = ("cli.main", "cli.audit", "cli.harden", "diagnosis.precheck", "threat_levels.run", "reporting.kinds.audit")
@@ -35,14 +37,6 @@ _LIMIT = 600
 class Running:
     process: BaseProcess
     prints: tempfile.TemporaryDirectory[str]
-
-    @property
-    def alive(self) -> bool:
-        return self.process.is_alive()
-
-    def send_signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
 
     def finish(self, code: int | None = 0) -> Said:
         """Wait for the end, which must be with the exit code (minus the number of a signal; None: any but 0)."""
@@ -76,10 +70,10 @@ def run_together(
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """Call a function in several processes as torchrun starts them; what they print as errors. The code is of all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    # Of this process, as torchrun has it: a port that is only looked for may be taken before it is used.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(processes)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     shared |= {"LOCAL_WORLD_SIZE": str(processes), **(environment or {})}
     running = [start(work, *given, environment=shared | rank) for rank in ranks]
@@ -92,6 +86,22 @@ def program(*words: str) -> None:
 
     with patch("sys.argv", ["vitadel", *words]):
         main()
+
+
+def signaled_at(number: int, place: str, call: int, work: Callable[..., object], *given: object) -> None:
+    """Call the work, and send this process a signal when it calls the function of this dotted name for the n-th time.
+
+    To be started. A signal from outside may come too late on a busy machine.
+    """
+    real, calls = pkgutil.resolve_name(place), itertools.count(1)
+
+    def counted(*arguments: object, **named: object) -> object:
+        if next(calls) == call:
+            os.kill(os.getpid(), number)
+        return real(*arguments, **named)
+
+    with patch(place, counted):
+        work(*given)
 
 
 def _files(folder: str) -> tuple[Path, Path]:

@@ -8,14 +8,13 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 import vitadel
-from new_processes import Running, program, run_together, start
+from new_processes import Running, program, run_together, signaled_at, start
 from vitadel.runtime.run_folder import RunFolder
 
 AUDIT = [
@@ -51,13 +50,6 @@ def pieces(out: Path) -> int:
     return len(list(out.glob("partial/*/*.npz")))
 
 
-def wait_for_pieces(process: Running, out: Path, count: int) -> None:
-    deadline = time.monotonic() + 600
-    while pieces(out) < count and process.alive:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> tuple[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "run"
@@ -88,13 +80,11 @@ def test_the_command_of_the_docs_agrees_with_one_process_byte_for_byte(tmp_path)
 def test_killed_three_times_and_resumed_agrees_byte_for_byte(tmp_path, undisturbed):
     out = tmp_path / "killed"
     chance = random.Random(0)
-    for life in range(3):
-        process = begin(out, "--resume")
-        wait_for_pieces(process, out, pieces(out) + 2)
-        time.sleep(chance.random() * 0.05)
-        process.send_signal(signal.SIGKILL)
-        process.finish(-signal.SIGKILL)
-        assert pieces(out) >= 2 * (life + 1)
+    for _ in range(3):
+        words, before = [*AUDIT, f"--out={out}", "--resume"], pieces(out)
+        moment = chance.choice(("os.fsync", "os.replace", "os.chmod")), chance.randrange(6, 9)  # files are half written
+        start(signaled_at, signal.SIGKILL, *moment, program, *words).finish(-signal.SIGKILL)
+        assert pieces(out) >= before + 2
         assert not RunFolder(out).complete
     assert "found again" in begin(out, "--resume").finish().stderr
     assert outcome(out) == undisturbed
@@ -120,10 +110,9 @@ def test_batch_size_changes_nothing_but_rounding(tmp_path):
 @pytest.mark.slow
 def test_interrupted_by_control_c_says_how_to_go_on(tmp_path, undisturbed):
     out = tmp_path / "stopped"
-    process = begin(out)
-    wait_for_pieces(process, out, 1)
-    process.send_signal(signal.SIGINT)
-    reported = process.finish(130).stderr
+    moment = signal.SIGINT, "vitadel.runtime.run_folder.FolderCache.save", 2
+    reported = start(signaled_at, *moment, program, *AUDIT, f"--out={out}").finish(130).stderr
+    assert pieces(out)
     assert "Traceback" not in reported
     assert f"--out={out} --resume" in reported
     begin(out, "--resume").finish()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from dataclasses import replace
 
 import pytest
 from built_models import BUILT
 
-from new_processes import start
+from new_processes import signaled_at, start
 from tiny_paper import use_tiny_paper
 from vitadel.errors import UserError
 from vitadel.papers.paper_documents import (
@@ -122,7 +121,9 @@ def test_an_experiment_runs_to_its_decisions_and_is_the_same_after_a_kill(tmp_pa
     )
     assert decisions["public"]["verdict"] in ("confirmed", "undecided")
     killed = tmp_path / "killed"
-    _kill_after_trainings(tmp_path, killed, 2)
+    third_training = signal.SIGKILL, "vitadel.reproduce.run.run_harden", 3
+    start(signaled_at, *third_training, run_tiny_paper, tmp_path, killed).finish(-signal.SIGKILL)
+    assert len(list(killed.glob("trainings/*/results.json"))) == 2
     assert not (killed / "results.json").exists() or not json.loads((killed / "results.json").read_text())["complete"]
     assert run(killed, small=True)["reproduce"] == found
     write_report([tmp_path / "whole"], tmp_path / "report.html")
@@ -136,17 +137,6 @@ def run_tiny_paper(folder, out):
     with pytest.MonkeyPatch.context() as patch:
         use_tiny_paper(folder, patch, TINY)
         run(out, small=True)
-
-
-def _kill_after_trainings(tmp_path, out, count):
-    child = start(run_tiny_paper, tmp_path, out)
-    deadline = time.monotonic() + 300
-    while child.alive and time.monotonic() < deadline:
-        if len(list(out.glob("trainings/*/results.json"))) >= count:
-            child.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.02)
-    child.finish(-signal.SIGKILL)
 
 
 def test_data_of_the_user_replaces_that_of_all_arms(tmp_path, monkeypatch):

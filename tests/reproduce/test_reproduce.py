@@ -7,13 +7,12 @@ import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from command_line import vitadel
-from new_processes import start
+from new_processes import signaled_at, start
 from tiny_paper import PAPER, use_tiny_paper
 from vitadel.errors import UserError
 from vitadel.reporting.kinds.reproduce import _sizes, _values
@@ -153,13 +152,12 @@ def test_killed_and_resumed_gives_the_same_page(finished, tmp_path, monkeypatch)
     folder, found, page = finished
     use_tiny_paper(folder, monkeypatch)
     out = tmp_path / "out"
-    for moment in ("trainings/*/metrics.jsonl", "evaluations/*"):
-        child = start(reproduce_tiny_paper, folder, out)
-        until = time.monotonic() + 900
-        while not list(out.glob(moment)) and child.alive and time.monotonic() < until:
-            time.sleep(0.02)
-        child.send_signal(signal.SIGKILL)
-        child.finish(-signal.SIGKILL)
+    for moment, call, there in (
+        ("vitadel.training.loop._Trainer._checked", 4, "trainings/*/metrics.jsonl"),
+        ("vitadel.runtime.run_folder.FolderCache.save", 2, "evaluations/*"),
+    ):
+        start(signaled_at, signal.SIGKILL, moment, call, reproduce_tiny_paper, folder, out).finish(-signal.SIGKILL)
+        assert list(out.glob(there))
     assert reproduce(out) == found
     for file in ("command.json",):  # the words typed differ between the tests' processes
         shutil.copy(folder / "out" / file, out / file)

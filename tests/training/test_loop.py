@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import vitadel
-from new_processes import program, start
+from new_processes import program, signaled_at, start
 from small_recipes import TRADES, document, recipe
 from vitadel.errors import Interrupted, UserError
 from vitadel.runtime.distributed import join_processes
@@ -164,17 +163,14 @@ def test_killed_for_good_and_resumed_it_ends_with_the_same_bits(finished, tmp_pa
     file.write_text(yaml.safe_dump(document(plugins=EVERYTHING)))
     command = ["harden", str(file), "--out", str(tmp_path / "run"), "--resume", "--device", "cpu"]
     threads = torch.get_num_threads()  # sums in the same order
-    for wait_for, then in ((0, 0.0), (2, 0.15), (4, 0.4)):  # in the middle of a step, an epoch's end, an audit
-        process = start(program, *command, threads=threads)
-        deadline = time.monotonic() + 600
-        checkpoint = tmp_path / "run" / "checkpoint.pt"
-        while process.alive and time.monotonic() < deadline:
-            if checkpoint.exists() and torch.load(checkpoint, weights_only=True)["step"] > wait_for:
-                break
-            time.sleep(0.02)
-        time.sleep(then)
-        process.send_signal(signal.SIGKILL)
-        process.finish(-signal.SIGKILL)
+    for place, call, saved in (
+        ("training.loop._Trainer._backward", 3, 2),  # in the middle of a step
+        ("training.loop.save_checkpoint", 1, 2),  # an epoch's end
+        ("runtime.run_folder.FolderCache.save", 2, 6),  # the audit
+    ):
+        killed = start(signaled_at, signal.SIGKILL, f"vitadel.{place}", call, program, *command, threads=threads)
+        killed.finish(-signal.SIGKILL)
+        assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == saved
     start(program, *command, threads=threads).finish()
     folder, _ = finished
     assert same(weights(tmp_path / "run"), weights(folder))
