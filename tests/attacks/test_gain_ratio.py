@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from vitadel.attacks.gain_ratio import (
     GAINS,
     SCALES,
     GainRecorder,
+    Outlook,
     are_broken,
     kept_promises,
     measure_gains,
@@ -23,7 +25,7 @@ from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import margin
 from vitadel.attacks.pgd import PGD
 from vitadel.attacks.steppers import Scripted
-from vitadel.attacks.threats import L1, L2, Linf
+from vitadel.attacks.threats import L1, L2, Linf, dual_order
 from vitadel.evaluation.engine.stages import count_passes
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
@@ -206,3 +208,67 @@ def test_targets_add_up_their_steps():
         apgd_t(Linf(1e-4), steps=5, targets=count).run_with_info(model, x, y, rng)[1][GAINS] for count in (1, 3)
     )
     assert (three[..., 0].sum((1, 2)) > one[..., 0].sum((1, 2))).all()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chance"),
+    [
+        (-9.0, -8.5, False),  # half of the promise of 1 was kept, and 21 times as much as can still be had is missing
+        (-9.0, -7.9, True),  # not quite 20 times as much
+        (-10.6, -8.5, True),  # more than twice the promise was delivered, so it is not believed
+    ],
+)
+def test_a_sample_far_beyond_what_is_promised_has_no_chance(first: float, second: float, chance: bool):
+    """One pixel with a gradient of 20: in a ball of 0.05 it promises 1 from the image, and 0.4 from 0.03 above it."""
+    x = torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64)
+    grad, place = torch.full_like(x, 20.0), torch.tensor([0])
+    outlook = Outlook.of(Linf(0.05), x, 20.0)
+    assert outlook.has_chance(place, torch.tensor([first], dtype=torch.float64), grad, x, x).item()
+    second_value = torch.tensor([second], dtype=torch.float64)
+    assert outlook.has_chance(place, second_value, grad, x + 0.03, x).item() is chance
+
+
+def test_without_a_gradient_or_outside_the_ball_nothing_is_known():
+    x = torch.full((2, 1, 1, 1), 0.5, dtype=torch.float64)
+    outlook, place = Outlook.of(Linf(0.05), x, 20.0), torch.arange(2)
+    z = x + torch.tensor([0.0, 0.15]).view(2, 1, 1, 1)
+    grad = torch.tensor([0.0, 20.0], dtype=torch.float64).view(2, 1, 1, 1)
+    for _ in range(2):
+        assert outlook.has_chance(place, torch.tensor([-9.0, -9.0], dtype=torch.float64), grad, z, x).all()
+
+
+def test_pixels_that_are_white_promise_nothing():
+    """Two pixels with a gradient of 20, one of them white already: in a ball of 0.05 the other one promises 1."""
+    x = torch.tensor([1.0, 0.5], dtype=torch.float64).view(1, 1, 1, 2)
+    grad, place = torch.full_like(x, 20.0), torch.tensor([0])
+    for first, second, chance in ((-31.0, -30.5, False), (-30.0, -29.5, True)):
+        outlook = Outlook.of(Linf(0.05), x, 30.0)
+        assert outlook.has_chance(place, torch.tensor([first], dtype=torch.float64), grad, x, x).item()
+        second_value = torch.tensor([second], dtype=torch.float64)
+        assert outlook.has_chance(place, second_value, grad, x, x).item() is chance
+
+
+class Centered(Linear):
+    """A linear model whose boundary runs through the gray image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = ((x.double() - 0.5) * self.weight).flatten(1).sum(1)
+        return torch.stack([score, -score], dim=1)
+
+
+@pytest.mark.parametrize(("threat", "share"), [(Linf(EPS), 0.5), (L2(0.3), 0.5), (L1(1.0), 0.9)])
+def test_the_outlook_saves_the_passes_of_samples_that_are_out_of_reach(threat: Threat, share: float):
+    """Of a linear model; what is broken without it is broken with it. In L1 APGD starts in larger balls."""
+    model, x = Centered(), 0.4 + 0.2 * images(40).double()
+    y = model(x).argmax(1)
+    distance = -margin(model(x), y) / (2 * torch.linalg.vector_norm(model.weight, ord=dual_order(threat)))
+    threat = replace(threat, eps=float(distance.median()))
+    attack, found, costs = APGD(threat, OnLogits(margin), 20), [], []
+    for outlook in (None, Outlook.of(threat, x, 20.0)):
+        with count_passes(model) as cost:
+            z, _ = attack.search(model, x, y, SampleRNG.of_samples(0, range(40)), outlook=outlook)
+        found.append(model(z).argmax(1) != y)
+        costs.append(cost.gradients)
+    assert 10 < int(found[0].sum()) < 30
+    assert torch.equal(*found)
+    assert costs[1] < share * costs[0]

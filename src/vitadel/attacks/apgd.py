@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.gain_ratio import GAINS, GainRecorder
+from vitadel.attacks.gain_ratio import GAINS, GainRecorder, Outlook
 from vitadel.attacks.goals import LogitAim, OnLogits, fooled, gradient
 from vitadel.attacks.losses import dlr, lead, likeliest_wrong, targeted_dlr
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of, keep_samples, per_sample, takes_arrays
@@ -254,11 +254,12 @@ class APGD:
         rng: SampleRNG | None = None,
         all_correct: bool = False,
         gains: GainRecorder | None = None,
+        outlook: Outlook | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The attack's images, and the places of the samples that are not fooled.
 
         With `all_correct` the clean images are known to be classified correctly. `gains` records what steps promise
-        and deliver.
+        and deliver. The search of samples that have no chance by the `outlook` ends, and their places are left out.
         """
         check_pixels(x)
         x = x.detach()
@@ -273,7 +274,7 @@ class APGD:
             else:
                 best = x.clone()
             for phase in phases:
-                active = self._search_phase(phase, active, best, gains)
+                active = self._search_phase(phase, active, best, gains, outlook)
         return best, active.place
 
     def _phases(self) -> tuple[_Phase, ...]:
@@ -288,7 +289,9 @@ class APGD:
             _Phase(self.threat, 2 * third, self.steps - 2 * third),
         )
 
-    def _search_phase(self, phase: _Phase, active: _Active, best: Tensor, gains: GainRecorder | None) -> _Active:
+    def _search_phase(
+        self, phase: _Phase, active: _Active, best: Tensor, gains: GainRecorder | None, outlook: Outlook | None
+    ) -> _Active:
         """Search from `best` on, write better points into it, and return the samples that are not fooled."""
         if len(active.place) == 0:
             return active
@@ -323,6 +326,14 @@ class APGD:
                 break
             best_grad = torch.where(_each(better, z), grad, best_grad)
             best_value = torch.where(better, value, best_value)
+            if outlook is not None:
+                rest = outlook.has_chance(active.place, value, grad, z, active.x).nonzero()[:, 0]
+                if len(rest) < len(z):
+                    active, sizes = active.keep(rest), sizes.keep(rest)
+                    z, value, grad, best_here = z[rest], value[rest], grad[rest], best_here[rest]
+                    best_value, best_grad = best_value[rest], best_grad[rest]
+                if len(rest) == 0:
+                    return active
             reset = sizes.review(value, best_value, best, active, iteration)
             z, grad = (torch.where(_each(reset, z), *pair) for pair in ((best_here, z), (best_grad, grad)))
             moved = sizes.move(z, grad, active.x, iteration)

@@ -48,6 +48,8 @@ _MOST = 2.0  # ratios are clipped to -_MOST .. _MOST, so that no single step dec
 
 _KEPT = (0.4, 3.0)  # the median share of a promise that steps from a point keep; honest models: 0.55 to 1.7
 _NOTHING = 0.25  # of the samples, for which such steps may deliver nothing
+_WALL = 1e-5  # a pixel this close to black or white cannot move there
+_OUTSIDE = 0.01  # less than minus this share of what the ball is worth is promised outside; rounding is less
 _LOST = 1e-6  # promises below this share of the distance to the boundary are lost in rounding
 
 _MOST_POINTS = 200
@@ -174,6 +176,38 @@ class GainRecorder:
             self.sums[place, self.kind[place], self.scale[place]] += torch.where(counts[:, None], terms, 0.0)
         self.promised[place] = torch.nan  # no step, until the next departure
         self.evaluations += 1
+
+
+@dataclass
+class Outlook:
+    """Which samples of a search have a chance by the linear model at its points; costs no pass.
+
+    The value is negative up to the boundary. A sample has none if it lies further below zero than `patience` times what
+    the linear model promises at best inside the ball, by pixels that are not yet black or white. Such a model is
+    believed only if the last step gained no more than twice what was promised before it, so not where gradients are
+    masked.
+    """
+
+    threat: Threat
+    patience: float
+    value: Tensor
+    promised: Tensor
+
+    @classmethod
+    def of(cls, threat: Threat, x: Tensor, patience: float) -> Outlook:
+        nothing = torch.full((len(x),), torch.nan, dtype=torch.float64, device=x.device)
+        return cls(threat, patience, nothing, nothing.clone())
+
+    def has_chance(self, place: Tensor, value: Tensor, grad: Tensor, z: Tensor, x: Tensor) -> Tensor:
+        """For the samples at `place` with clean images `x`, whose search is at `z` with this value and gradient."""
+        free = torch.where(torch.where(grad > 0, z < 1 - _WALL, z > _WALL), grad, 0.0)
+        most = self.threat.eps * torch.linalg.vector_norm(free.flatten(1), ord=dual_order(self.threat), dim=1).double()
+        promised = promised_gain(free, z, x) + most
+        believed = value - self.value[place] <= _MOST * self.promised[place]  # not at the first point
+        inside = promised >= -_OUTSIDE * most  # APGD in L1 starts in larger balls, far from where this one counts
+        self.value[place], self.promised[place] = value, promised
+        far: Tensor = believed & inside & (-value > self.patience * promised.clamp(min=0))
+        return ~(far & (grad != 0).flatten(1).any(1))
 
 
 def mean_over_steps(sums: Tensor, term: str, kind: str, scales: slice = slice(None)) -> Tensor:

@@ -17,7 +17,7 @@ from vitadel.attacks.apgd import APGD
 from vitadel.attacks.autoattack.best_points import BestPoints, Progress, RecordBest, Value
 from vitadel.attacks.autoattack.nearest_targets import nearest_targets
 from vitadel.attacks.autoattack.prospects import FEATURES, chance_of, features_of
-from vitadel.attacks.gain_ratio import GAINS, GainRecorder
+from vitadel.attacks.gain_ratio import GAINS, GainRecorder, Outlook
 from vitadel.attacks.goals import changed, fooled, gradient, seen_through
 from vitadel.attacks.losses import cross_entropy, lead, margin, probability_margin, targeted_dlr
 from vitadel.attacks.per_sample import SampleInfo, images_and_info_of, images_of
@@ -36,6 +36,7 @@ _DIVERSIFYING = 3  # steps of a restart along random logits
 _SCALED = 2  # the restart whose gradients pass through attention scores multiplied by _FACTOR, if they are saturated
 _FACTOR = 0.1
 _LONGER_IN_L1 = 2  # times as many steps, because APGD divides them among three radii
+_TOWARDS_CLASSES = ("target_steps", "nearest_steps", "best_steps")
 _KEPT_ALIVE = 0.05  # share of the far samples that get all restarts, to measure what that rule misses
 
 
@@ -62,13 +63,17 @@ class _AttackState:
     best: BestPoints
     gains: Tensor
 
-    def run_apgd(self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0) -> None:
-        """APGD from a random start, on the samples at `place`."""
+    def run_apgd(
+        self, place: Tensor, steps: int, value: Value, stream: str, turn: int = 0, patience: float | None = None
+    ) -> None:
+        """APGD from a random start, on the samples at `place`; `patience` ends it where there is no chance."""
         self.best.start_search()
         if len(place):
             attack = APGD(self.threat, RecordBest(place, self.best, value), steps)
-            gains = GainRecorder.of(self.threat, self.x[place])
-            attack.search(self.model, self.x[place], self.y[place], self.rng[place].stream(stream, turn), gains=gains)
+            x, y, rng = self.x[place], self.y[place], self.rng[place].stream(stream, turn)
+            gains = GainRecorder.of(self.threat, x)
+            outlook = None if patience is None else Outlook.of(self.threat, x, patience)
+            attack.search(self.model, x, y, rng, gains=gains, outlook=outlook)
             self.gains[place] += gains.sums
 
     def run_pgd(
@@ -119,6 +124,7 @@ class FastSearch:
     candidates: int
     least_chance: float
     audited_share: float
+    patience: float
     reaches: tuple[tuple[float, int], ...]
 
     __call__ = images_of
@@ -191,9 +197,15 @@ class FastSearch:
         return gradients + sum(runs) + 1, forwards + len(runs)  # with a gradient at the best point before restarts
 
     def usual_passes(self) -> tuple[int, int]:
-        """For a sample that is never fooled, on average, if a quarter of such samples get all but the restarts."""
-        gradients, forwards = self._first_passes()
-        most = replace(self, reaches=(), least_chance=0.0).passes()
+        """For a sample that is never fooled, on average, if a quarter of such samples get all but the restarts.
+
+        In Linf and L2 runs towards classes end after about two fifths of their steps.
+        """
+        share = 1.0 if isinstance(self.threat, L1) else 0.4
+        short = {each: max(1, round(share * getattr(self, each))) for each in _TOWARDS_CLASSES}
+        usual = replace(self, **short, reaches=(), least_chance=0.0)
+        gradients, forwards = usual._first_passes()
+        most = usual.passes()
         return round(gradients + (most[0] - gradients) / 4), round(forwards + (most[1] - forwards) / 4)
 
     def _first_passes(self) -> tuple[int, int]:
@@ -245,16 +257,19 @@ class _Stages:
             clean = (state.x[place], state.y[place], self.logits[place])
             self.table[place] = nearest_targets(state.model, *clean, state.threat, attack.candidates, shape[1])
         for column in range(shape[1]):
-            state.run_apgd(self.place(), attack.steps_per_target, self._towards(column), "target", column)
-        state.run_apgd(self.place(), attack.nearest_steps, self._towards(self.reached.argmax(1)), "nearest target")
+            self._run_towards(column, attack.steps_per_target, "target", column)
+        self._run_towards(self.reached.argmax(1), attack.nearest_steps, "nearest target")
 
     def best_targets(self) -> None:
         """Long runs towards the classes with the best lead so far; the second one on the targeted DLR loss."""
         order = self.reached.argsort(dim=1, descending=True, stable=True)
         for turn in range(min(self.attack.best_targets, order.shape[1])):
-            columns = order[:, turn]
-            value = self._towards(columns, ratio=turn % 2 == 1 and self.logits.shape[1] > 3)
-            self.state.run_apgd(self.place(), self.attack.best_steps, value, "best", turn)
+            ratio = turn % 2 == 1 and self.logits.shape[1] > 3
+            self._run_towards(order[:, turn], self.attack.best_steps, "best", turn, ratio)
+
+    def _run_towards(self, column: int | Tensor, steps: int, stream: str, turn: int = 0, ratio: bool = False) -> None:
+        """APGD towards the classes in these columns; it ends early for samples that it brings nowhere near them."""
+        self.state.run_apgd(self.place(), steps, self._towards(column, ratio), stream, turn, self.attack.patience)
 
     def _towards(self, column: int | Tensor, ratio: bool = False) -> Value:
         if isinstance(column, int):
