@@ -23,23 +23,14 @@ from vitadel.backbones.timm_models import is_timm_name
 from vitadel.errors import UserError
 from vitadel.instrument.hooks import output_and_macs
 from vitadel.reproduce.jobs import Job, TableJobs, Training
-from vitadel.training.interfaces import ChecksModel
+from vitadel.training.interfaces import ChecksModel, StartsFromRun
 from vitadel.training.loop import make_optimizer
 from vitadel.training.recipes.build import Recipe, build_recipe
-from vitadel.training.recipes.check import without_numbers
+from vitadel.training.recipes.check import CLASSES, without_numbers
 from vitadel.training.recipes.compose import compose
 from vitadel.training.starting_model import starting_model
-from vitadel.training.trainables.tora_parts import ToraParts
 
-_CLASSES = {
-    "cifar10": 10,
-    "imagenette": 10,
-    "cifar100": 100,
-    "imagenet": 1000,
-    "shapes": 10,
-    "flowers102": 102,
-    "caltech101": 102,
-}
+_CLASSES = {**CLASSES, "imagenette": 10}
 _OTHER_CLASSES = 100  # of other data, until it is opened; only the size of the head depends on it
 _SIDE = 32  # pixels, for models that take images of any size
 
@@ -81,10 +72,9 @@ class DryRun:
     def _trained(self, training: Training) -> Built:
         recipe = _recipe(training)
         adapter = recipe.adapter
-        if isinstance(adapter, ToraParts) and adapter.start is not None:
-            for first in (_recipe(each).adapter for key, each in training.after if key == "adapter.start"):
-                adapter.check_start(cast(ToraParts, first).settings)
-            adapter = replace(adapter, start=None, trade_off=None)  # phase 1 is not there yet: all parts are built
+        if isinstance(adapter, StartsFromRun):
+            starts = [_recipe(each).adapter for key, each in training.after if key == "adapter.start"]
+            adapter = adapter.without_start(starts)
         section = replace(
             recipe.model, weights="random" if is_timm_name(recipe.model.name) else None, head_classes=None
         )

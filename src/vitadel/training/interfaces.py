@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -130,6 +130,15 @@ class Adapter(Protocol):
 
     def deployed(self, path: Path, adapted: nn.Module) -> nn.Module:
         """Load what `save` wrote, ready to be audited; `adapted` provides the frozen part."""
+        ...
+
+
+@runtime_checkable
+class StartsFromRun(Protocol):
+    """An adapter that can continue what another run trained."""
+
+    def without_start(self, starts: Sequence[Adapter]) -> Adapter:
+        """The adapter before that run has ended: checked against the adapters that it trains, with all parts new."""
         ...
 
 

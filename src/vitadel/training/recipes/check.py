@@ -24,7 +24,7 @@ from vitadel.training.recipes.instantiate import Faults, Faulty, guarded
 from vitadel.training.recipes.training_sections import ModelSection
 from vitadel.training.starting_model import contradictions
 
-_CLASSES = {
+CLASSES = {
     "shapes": 10,
     "cifar10": 10,
     "cifar100": 100,
@@ -33,6 +33,7 @@ _CLASSES = {
     "svhn": 10,
     "stl10": 10,
     "flowers102": 102,
+    "caltech101": 102,
     "oxford-pets": 37,
     "food101": 101,
     "dtd": 47,
@@ -42,6 +43,7 @@ _CLASSES = {
     "cifar100-c": 100,
     "imagenet": 1000,
 }
+"""Numbers of classes of kinds of data."""
 
 
 def class_count(spec: str) -> int | None:
@@ -50,7 +52,7 @@ def class_count(spec: str) -> int | None:
     chosen = request.settings.get("classes", "") if request.kind == "imagenet" else ""
     if chosen:
         return int(chosen) if chosen.isdecimal() else None  # a file says how many
-    return _CLASSES.get(request.kind)
+    return CLASSES.get(request.kind)
 
 
 def check_class_counts(counts: Mapping[str, int | None], faults: Faults) -> set[int]:

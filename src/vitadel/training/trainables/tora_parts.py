@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -15,6 +15,7 @@ from vitadel.adapters.tora.tora_settings import LOSSES_AT, ToraSettings, check_t
 from vitadel.adapters.tora.tora_vit import BranchClassifier, Tora, trainable_parameters
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError, check_known
+from vitadel.training.interfaces import Adapter
 
 _FACTORS = "classifier.attention_factors"
 
@@ -80,6 +81,13 @@ class ToraParts(ToraSettings):
                 f"phase 2 has other settings than its start '{self.start}': {said}. Phase 2 trains the fusion of phase "
                 f"1 as it is: set {needed}, or give an adapter.start that was trained with these settings."
             )
+
+    def without_start(self, starts: Sequence[Adapter]) -> ToraParts:
+        if self.start is None:
+            return self
+        for first in starts:
+            self.check_start(cast(ToraParts, first).settings)
+        return replace(self, start=None, trade_off=None)
 
     def shown(self, adapted: nn.Module) -> nn.Module:
         return adapted if self.loss_at == "joint" else BranchClassifier(cast(Tora, adapted), "rob")
