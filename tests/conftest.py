@@ -1,7 +1,8 @@
 """Puts this folder on the path, so that tests share their small models: `from vits import ...`.
 
 What all tests would pay for again and again is paid once: building the parser of the program from its functions, and
-the garbage collector's walk over the modules and the collected tests, which are never garbage.
+the garbage collector's walk over the modules and the collected tests, which are never garbage. It rests while these
+are made, and starts less often than by default, as a test leaves little.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import typer.testing
 
 sys.path.insert(0, str(Path(__file__).parent))
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
+gc.disable()
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -88,7 +88,7 @@ class DryRun:
                         plugin.check_model(classifier)
                 model = adapter.attach(classifier)
                 make_optimizer(recipe.optimizer, model)
-                return _tried(model, classifier, classes)
+                return self._once((section, adapter, classes), lambda: _tried(model, classifier, classes))
 
         return self._once((section, adapter, classes, recipe.plugins, recipe.optimizer), build)
 
