@@ -9,7 +9,7 @@ CODE := src tests scripts benchmarks
 FUZZ ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test fuzz lint docs zoo clean
+.PHONY: help setup demo check test all-tests fuzz lint docs zoo clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,9 +28,10 @@ $(VENV)/.ready: pyproject.toml $(VENV)/constraints.txt
 	$(PIP) --editable .
 	touch $@
 
+# Of what only development needs, Python compiles the modules that are imported, when they are.
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps torchattacks imagecorruptions-imaug
+	$(PIP) --no-compile --editable '.[dev]'
+	$(PIP) --no-compile --no-deps torchattacks imagecorruptions-imaug
 	touch $@
 
 $(VENV)/.ready-docs: $(VENV)/.ready
@@ -52,7 +53,9 @@ lint: setup
 check: lint ## lint, type-check and run the fast tests
 	$(TEST) -m "not slow and not browser" --durations=5 --durations-min=2
 
-test: lint ## lint, type-check and run all tests
+test: lint all-tests ## lint, type-check and run all tests (-j 2: at the same time)
+
+all-tests: setup
 	VITADEL_SCREENSHOTS=$(CURDIR)/runs/screenshots $(TEST) --durations=40 --durations-min=2
 
 fuzz: setup ## try new hostile inputs, 300 of each kind (FUZZ=1000 for more), and disturb runs of all kinds
