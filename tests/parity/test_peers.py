@@ -378,8 +378,7 @@ APGD_T = f"apgd-t-{STEPS}(targets={TARGETS})"
 AUTOATTACK = f"autoattack(steps={FAB_STEPS},targets={TARGETS},queries={QUERIES})"
 CHANCE: dict[str, Any] = {"eps": 24 / 255, "apart": 6}  # a random search of so few queries is mostly luck
 ART_APGD: dict[str, Any] = {"eps_step": 2 * EPS, "max_iter": STEPS, "nb_random_init": 1, "loss_type": "cross_entropy"}
-PAIRS = {  # foolbox's and ART's PGD give the same images, above
-    "pgd-torchattacks": with_pgd(torchattacks_pgd),
+PAIRS = {  # torchattacks', foolbox's and ART's PGD give the same images, above
     "pgd-secml-torch": with_pgd(secml_pgd),
     "apgd-torchattacks": with_torchattacks(APGD, "APGD", steps=STEPS, loss="ce"),
     "apgd-t-torchattacks": with_torchattacks(APGD_T, "APGDT", steps=STEPS, n_classes=TARGETS + 1),
