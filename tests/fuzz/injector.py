@@ -53,7 +53,8 @@ _LARGE_BATCHES = ("harden", "probe", "corrupt", "reproduce", "within", "compare"
 def words_of(kind: str, out: Path) -> list[str]:
     if kind in _NEEDS:
         material.run(_NEEDS[kind])
-    batches = [] if kind in _LARGE_BATCHES else ["--batch-size", "2"]
+    size = "8" if kind == "diagnose" else "2"  # of 16 images, and of 4: two batches
+    batches = [] if kind in _LARGE_BATCHES else ["--batch-size", size]
     return [*KINDS[kind], *batches, "--out", str(out)]
 
 

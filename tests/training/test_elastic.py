@@ -10,20 +10,20 @@ import yaml
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from new_processes import program, start
+from new_processes import program, run_together, start
 from small_recipes import document
 
 TRUST = {"VITADEL_TRUST_CODE": "1"}
 
 
-def launched(words: tuple[str, ...], restarts: int) -> None:
-    """What `torchrun --nproc-per-node 2 --max-restarts N -m vitadel ...` does, with processes that have torch."""
+def launched(*words: str) -> None:
+    """What `torchrun --nproc-per-node 2 --max-restarts 1 -m vitadel ...` does, with processes that have torch."""
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=2,
         run_id="test",
-        max_restarts=restarts,
+        max_restarts=1,
         monitor_interval=0.1,
         start_method="forkserver",
         rdzv_backend="c10d",
@@ -40,10 +40,10 @@ def test_a_group_with_a_killed_process_restarts_and_ends_with_the_same_weights(t
     changes = {"data": {"test": None}, "train": {"checkpoint_every": 3}, "plugins": plugins}
     file.write_text(yaml.safe_dump(document(**changes)))
     words = ("harden", str(file), "--device", "cpu", "--resume", "--out")
-    said = start(launched, (*words, str(tmp_path / "cut")), 1, environment=TRUST).finish()
+    said = start(launched, *words, str(tmp_path / "cut"), environment=TRUST).finish()
     assert killed.exists()
     assert "resuming after step 3" in said.stderr + said.stdout
-    start(launched, (*words, str(tmp_path / "whole")), 0, environment=TRUST).finish()
+    run_together(program, *words, str(tmp_path / "whole"), environment=TRUST)
     one, other = (load_file(tmp_path / run / "weights" / "last.safetensors") for run in ("whole", "cut"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
