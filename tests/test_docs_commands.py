@@ -100,6 +100,7 @@ def test_commands_are_extracted_from_pages():
     assert (inline.line, inline.text) == (7, "vitadel list data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["api.md", "checks.md", "commands.md", "recipe-keys.md"])
 def test_generated_pages_are_up_to_date(page):
     spec = importlib.util.spec_from_file_location("make_docs", REPOSITORY / "scripts" / "make_docs.py")

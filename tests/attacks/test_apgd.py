@@ -317,6 +317,7 @@ def test_samples_that_stop_do_not_change_the_others(norm):
         assert torch.allclose(z[row], seen[turn + starts][row], atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("build", [apgd_ce, apgd_t])
 def test_the_rest_of_the_batch_does_not_matter(build, norm):
@@ -328,6 +329,7 @@ def test_the_rest_of_the_batch_does_not_matter(build, norm):
         assert torch.allclose(attack(model, x[part], y[part], rng[part]), whole[part], atol=1e-9)
 
 
+@pytest.mark.slow
 def test_costs_what_it_says_and_nothing_twice():
     model, x, y = tiny(6, classes=4)
     for ball, balls, forwards in ((Linf(1e-6), 1, 1), (L2(1e-6), 1, 1), (L1(1e-6), 3, 4)):

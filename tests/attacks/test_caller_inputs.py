@@ -104,6 +104,7 @@ def test_every_form_can_be_attacked_and_audited_with_one_result(form, tmp_path):
     assert results["attacks"][0]["held"] == int(found.held.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_can_be_diagnosed_and_studied(form, tmp_path, monkeypatch):
     """With the first check only: the others see the same tensors, whatever they came from."""

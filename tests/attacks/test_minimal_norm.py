@@ -48,6 +48,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ball"), [(name, ball) for name, (_, balls, _) in ATTACKS.items() for ball in balls])
 def test_finds_the_distance_to_a_plane(name: str, ball: type):
     build, _, tolerance = ATTACKS[name]

@@ -36,6 +36,7 @@ def waits(name: str, norm: str, eps: float) -> tuple[int, Tensor]:
         return waited, (model(z).argmax(1) != y).cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.04), ("l2", 0.3)])
 @pytest.mark.parametrize("name", ["pgd-{}", "cw-{}", "apgd-ce(steps={})", "apgd-dlr(steps={})"])
 def test_a_step_waits_at_most_once(name: str, norm: str, eps: float):

@@ -131,6 +131,7 @@ def test_a_record_without_them_is_read_as_before():
     assert ModelRecord.from_json(json.dumps(values)) == ModelRecord("vit_tiny_patch16_224")
 
 
+@pytest.mark.slow
 def test_compiled_models_use_them():
     model, x = scaled("vit"), pixels("vit")
     compiled = torch.compile(model, backend="eager")

@@ -137,6 +137,7 @@ def test_the_formula_gives_the_published_numbers() -> None:
     assert images(224)[1, 2, 223, 223] == np.float32(0.23565393686294556)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_are_those_of_the_original_code(layout: str, tmp_path: Path) -> None:
     weights = published_weights(layout)
@@ -219,6 +220,7 @@ def test_a_published_model_can_be_saved_and_opened_again(tmp_path: Path) -> None
 # --- recognition
 
 
+@pytest.mark.slow
 def test_a_file_under_a_plain_name_is_recognized_and_nothing_is_changed(tmp_path: Path) -> None:
     path = saved("xcit_s12_imagenet", tmp_path)
     model = load_model("xcit_small_12_p16_224", weights=path)
@@ -235,6 +237,7 @@ def test_a_file_under_a_plain_name_is_recognized_and_nothing_is_changed(tmp_path
         check(right(torch.from_numpy(images(224))), FACTS["xcit_s12_imagenet"]["logits"])
 
 
+@pytest.mark.slow
 def test_a_refused_file_is_recognized_too(tmp_path: Path) -> None:
     path = saved("singh2023_vit_s_cvst", tmp_path)
     with pytest.raises(UserError, match=r"convolutional stem.*looks like published:Singh2023Revisiting_ViT-S-ConvStem"):
@@ -244,6 +247,7 @@ def test_a_refused_file_is_recognized_too(tmp_path: Path) -> None:
         load_model("vit_tiny_patch16_224", weights=path, num_classes=10)
 
 
+@pytest.mark.slow
 def test_container_and_file_name_choose_among_models_of_one_architecture(tmp_path: Path) -> None:
     from vitadel.backbones.checkpoints import Checkpoint
 

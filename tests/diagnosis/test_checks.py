@@ -93,6 +93,7 @@ def test_a_surrogate_breaks_what_hidden_gradients_do_not():
     assert comparisons.transfer(examination(surrogate=model))[0] == OK
 
 
+@pytest.mark.slow
 def test_a_student_is_trained_where_there_is_no_surrogate():
     data = [(images(64, seed=turn), torch.zeros(64)) for turn in range(2)]
     hidden = examination(Tensor.detach, other_images=lambda count: data, batch_size=16)

@@ -157,6 +157,7 @@ def test_a_shard_reads_in_as_many_processes_as_are_asked_for(
             run_shard(target, request_for(), ONE, Shard(1, 2), out=tmp_path / said[0], workers=workers)
 
 
+@pytest.mark.slow
 def test_folders_on_different_disks_are_merged_into_a_new_one(target: Target, tmp_path: Path):
     request = request_for()
     run_audit(target, request, ONE, out=tmp_path / "one")
@@ -189,6 +190,7 @@ def test_missing_and_unfinished_shards_are_named(target: Target, tmp_path: Path,
     assert not (tmp_path / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_shards_of_other_settings_or_numbers_are_refused(target: Target, tmp_path: Path):
     shard(target, request_for(), "1/4", tmp_path / "a")
     with pytest.raises(UserError, match=r"different settings(.|\n)*eps: was '1/255', now '2/255'"):

@@ -80,6 +80,7 @@ def cells(results):
     return {(cell["corruption"], cell["severity"]): cell["correct"] for cell in results["corruptions"]["cells"]}
 
 
+@pytest.mark.slow
 def test_files_without_loss_give_the_numbers_of_the_fly(copied):
     made = judged(copied, "imagenet:{}/val", corruptions=PARTS)
     read = judged(copied, "imagenet-c:{}/c", clean_data=f"imagenet:{copied}/val", out=copied / "run")

@@ -85,6 +85,7 @@ def _chosen(tmp_path):
     return (tmp_path / "same").rglob("*.png")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["png", "npy"])
 def test_stopped_and_resumed_it_is_the_same_copy(tmp_path, monkeypatch, kind):
     settings = {"format": kind, "corruptions": ("shot_noise", "contrast"), "severities": (1, 2, 3, 4, 5)}

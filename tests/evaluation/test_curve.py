@@ -30,6 +30,7 @@ def distances(run: Path) -> list[float]:
     return pq.read_table(run / "samples.parquet").column("distance").to_pylist()
 
 
+@pytest.mark.slow
 def test_distances_are_those_of_the_closed_form(tmp_path: Path) -> None:
     found = audit(out=tmp_path / "run")
     x, _ = bright_images(60)
@@ -51,6 +52,7 @@ def test_distances_are_those_of_the_closed_form(tmp_path: Path) -> None:
     assert curve["area"]["value"] == pytest.approx(float(area))
 
 
+@pytest.mark.slow
 def test_the_curve_agrees_with_separate_audits_at_fewer_passes_than_they_take() -> None:
     found = audit(attacks="apgd-ce")
     passes = []
@@ -73,6 +75,7 @@ def test_if_a_spot_check_is_broken_all_images_are_attacked() -> None:
             assert row["held"] == int((exact > row["eps"]).sum())
 
 
+@pytest.mark.slow
 def test_a_killed_curve_goes_on_and_is_the_same(tmp_path: Path) -> None:
     class Dying(BrightnessThreshold):
         left = 2500

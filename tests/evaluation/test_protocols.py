@@ -241,6 +241,7 @@ def test_unknown_names_are_reported_with_the_known_ones():
     assert "paper-aas" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_audits_write_it_down_and_refuse_before_they_run(monkeypatch, tmp_path):
     tiny = Protocol("tiny", "nobody", "no paper", ("shapes",), 20, "8/255", ("fgsm",))
     monkeypatch.setattr(protocols, "protocols", lambda: {"tiny": tiny})

@@ -129,6 +129,7 @@ def test_an_audit_says_it_in_terminal_results_and_report(small: Path) -> None:
     assert "below the published by more than chance" in page
 
 
+@pytest.mark.slow
 def test_assumptions_about_a_foreign_file_are_recorded_and_shown(small: Path) -> None:
     kwargs = ("img_size=32", "patch_size=16", "depth=1", "embed_dim=24", "num_heads=3", "global_pool=avg")
     flags = [word for pair in kwargs for word in ("--model-kwargs", pair)]
@@ -146,6 +147,7 @@ def test_assumptions_about_a_foreign_file_are_recorded_and_shown(small: Path) ->
     assert json.loads((small / "raw" / "results.json").read_text("utf-8"))["assumptions"] == []
 
 
+@pytest.mark.slow
 def test_a_tower_without_classes_is_not_audited(tmp_path: Path) -> None:
     said = vitadel("audit", "published:fare1-clip-vit-b-32-openai", "--weights", "random", cwd=tmp_path, code=2)
     assert "gives an image embedding of 512 numbers, not class scores" in said.stderr

@@ -34,6 +34,7 @@ def test_the_estimate_covers_the_audit_of_all_images(tmp_path: Path) -> None:
         assert sum(table.column("second_phase").to_pylist()) == 40
 
 
+@pytest.mark.slow
 def test_the_random_part_depends_on_seed_and_sample_only(tmp_path: Path) -> None:
     def chosen(name: str, **settings: Any) -> list[bool]:
         audit(out=tmp_path / name, **settings)

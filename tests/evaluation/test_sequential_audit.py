@@ -44,6 +44,7 @@ def samples(run: Path, attack: str = "fgsm") -> dict[int, bool]:
     return dict(zip(table.column("index").to_pylist(), table.column(f"held:{attack}").to_pylist(), strict=True))
 
 
+@pytest.mark.slow
 def test_it_stops_when_the_interval_is_narrow_with_the_verdicts_of_a_plain_audit(tmp_path: Path) -> None:
     found = audit(Threshold(), within=8, out=tmp_path / "looks")
     looks, n = found["sequential"]["looks"], found["worst_case"]["n"]
@@ -76,6 +77,7 @@ def test_earlier_looks_are_not_computed_again(tmp_path: Path) -> None:
     assert passes < 1.3 * Counting.seen  # what is asked of the whole sample, such as random outputs, repeats
 
 
+@pytest.mark.slow
 def test_a_killed_audit_goes_on_with_its_looks(tmp_path: Path) -> None:
     whole = audit(Threshold(), within=8, out=tmp_path / "whole")
 

@@ -255,6 +255,7 @@ def test_orders_without_sense(settings, reported):
         StabilityRequest(**settings)
 
 
+@pytest.mark.slow
 def test_attacks_beside_it_and_the_report(tmp_path, capsys):
     outcome = measured(lively(), tmp_path / "run", attacks=("pgd-5(step=0.5/255)",), learned=True, masks=3)
     run = read_run(tmp_path / "run")

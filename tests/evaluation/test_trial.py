@@ -84,6 +84,7 @@ def estimated(robust: int, broken: int, wrong: int = 0, *, model: nn.Module | No
     return cost.estimate(context, request.make_attacks(), indices, times=ONE, **settings), target, request
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("robust", "broken", "wrong"), [(60, 0, 0), (30, 30, 0), (0, 60, 0), (20, 30, 20)])
 @pytest.mark.parametrize("attacks", [("pgd-20",), ("fgsm", "pgd-10", "apgd-ce(steps=20)"), (SHORTER,)])
 def test_likely_is_near_the_truth_and_no_more_than_the_bound(robust, broken, wrong, attacks):
@@ -95,6 +96,7 @@ def test_likely_is_near_the_truth_and_no_more_than_the_bound(robust, broken, wro
     assert found.seconds <= found.seconds_at_most
 
 
+@pytest.mark.slow
 def test_later_attacks_are_likely_run_on_what_the_earlier_ones_leave():
     cascade, _, _ = estimated(50, 150, attacks=("pgd-20", "pgd-30"))
     alone, _, _ = estimated(50, 150, attacks=("pgd-20", "pgd-30"), independent=True)

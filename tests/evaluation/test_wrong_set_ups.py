@@ -176,6 +176,7 @@ def test_the_page_and_the_tests_have_the_same_rows():
     assert len(ROWS) >= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", SET_UPS)
 def test_a_wrong_set_up_is_refused_or_named(row, tmp_path):
     if ROWS[row] == "refused":
@@ -188,6 +189,7 @@ def test_a_wrong_set_up_is_refused_or_named(row, tmp_path):
     assert ROWS[row].strip("`") in raised, findings
 
 
+@pytest.mark.slow
 def test_the_right_set_ups_beside_them_raise_nothing(tmp_path):
     for model in (Colors(), wrap(Colors(**HALF), **HALF), wrap(Colors(**IMAGENET), **IMAGENET)):
         results = audit(model)

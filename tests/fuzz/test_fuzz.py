@@ -33,6 +33,7 @@ def ends_well(case: Case) -> None:
     assert not ending.faults, "\n".join([*ending.faults, ending.message])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: entry["about"])
 def test_what_was_found_ends_well(entry):
     edits = tuple(
@@ -75,6 +76,7 @@ def are_accepted(cases: list[Case]) -> None:
         assert (ending.code, ending.faults) in ((0, ()), ("started", ())), (case, ending)
 
 
+@pytest.mark.slow
 def test_sound_inputs_are_accepted():
     are_accepted(hostile.sound())
 
@@ -84,6 +86,7 @@ def test_sound_inputs_from_elsewhere_are_accepted():
     are_accepted(hostile_outside.sound())
 
 
+@pytest.mark.slow
 @settings(PROFILE, max_examples=25)
 @given(hostile.arguments())
 def test_arguments(case):

@@ -77,6 +77,7 @@ def test_a_probe_is_judged_with_the_model_it_was_trained_on(tmp_path, tokens, wi
     )
 
 
+@pytest.mark.slow
 def test_tokens_change_the_head_and_stay_secret(tmp_path, tokens):
     plain, secret = run(linear(), tmp_path / "plain"), run(linear(), tmp_path / "secret", tokens)
     assert [head["loss"] for head in plain["probe"]["heads"]] != [head["loss"] for head in secret["probe"]["heads"]]
@@ -218,6 +219,7 @@ def test_the_trial_of_a_segmentation_counts_training_once(tmp_path, tokens):
     assert costs.outside + sum(costs.seconds.values()) <= costs.work
 
 
+@pytest.mark.slow
 def test_a_segmentation_that_was_stopped_goes_on(tmp_path, monkeypatch):
     whole, calls = run(masks(), tmp_path / "whole"), []
     breaks_rules = segmentation_probe.breaks_rules
@@ -256,6 +258,7 @@ def test_user_errors_leave_no_folder(tmp_path, document, reported):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_model_of_any_size_takes_oblong_images(tmp_path):
     model = {"kwargs": {**masks()["model"]["kwargs"], "dynamic_img_size": True}}
     document = masks(model=model, data={"size": [12, 16]}, audit={"attacks": []})

@@ -25,6 +25,7 @@ def headline_of(*runs: Run) -> str:
     return headline(runs, pairings(runs))
 
 
+@pytest.mark.slow
 def test_the_best_is_named_with_its_lead(tmp_path: Path) -> None:
     runs = [holding(tmp_path / name, name, held) for name, held in (("a", 20), ("b", 70), ("c", 50))]
     sentence = headline_of(*runs)

@@ -34,6 +34,7 @@ def rows_of(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(text))
 
 
+@pytest.mark.slow
 def test_numbers_come_back_from_csv_in_full(tmp_path: Path) -> None:
     correct = [True] * 39 + [False]
     runs = [
@@ -281,6 +282,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tables" / "runs.tex").exists()
 
 
+@pytest.mark.slow
 def test_runs_can_be_given_names(tmp_path: Path) -> None:
     runs = [made(tmp_path / "a"), made(tmp_path / "b")]
     export(runs, tmp_path / "out", ["ours", "theirs"])

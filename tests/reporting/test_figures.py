@@ -201,6 +201,7 @@ def test_small_images_stay_pixels_and_large_ones_come_in_fours(tmp_path: Path) -
     assert len(large.figure.axes[0].images) == 12
 
 
+@pytest.mark.slow
 def test_svg_follows_the_page_and_keeps_its_ids_apart(tmp_path: Path) -> None:
     picture = draw_classes(made(tmp_path / "a"))
     assert picture is not None

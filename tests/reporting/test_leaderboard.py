@@ -151,6 +151,7 @@ def board(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "board.html"
 
 
+@pytest.mark.slow
 def test_ten_runs_in_seconds_without_torch(board: Path) -> None:
     runs = [str(path.parent) for path in sorted(board.parent.glob("*/results.json"))]
     assert len(runs) == 10

@@ -198,6 +198,7 @@ def test_comparable_runs_are_compared_without_a_warning(tmp_path: Path) -> None:
     assert re.search(r"deit worst case \+50\.0 \+3\d\.\d to \+6\d\.\d < 0\.0001 < 0\.0001 0 20 0 20", text)  # 2 / 2**20
 
 
+@pytest.mark.slow
 def test_runs_that_differ_are_marked(tmp_path: Path) -> None:
     other = made(tmp_path / "b", model="deit", data="cifar10", eps="4/255", attacks={"pgd-20": HALF})
     outline = Outline(page_of(tmp_path, made(tmp_path / "a"), other))
@@ -309,6 +310,7 @@ def with_own_rules(path: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_is_no_part_of_the_worst_case_is_not_said_to_be_withstood(tmp_path: Path) -> None:
     both = with_own_rules(made(tmp_path / "a", attacks={"fgsm": ALL, "patch-fool": HALF}), "patch-fool")
     reported = verdict(read_run(both))
@@ -429,6 +431,7 @@ def test_examples_without_a_name_or_by_own_rules_claim_nothing_else(tmp_path: Pa
     assert "what fgsm (different threat model) alone makes of them" in Outline(page_of(tmp_path, path)).text
 
 
+@pytest.mark.slow
 def test_another_size_or_precision_is_marked(tmp_path: Path) -> None:
     base = made(tmp_path / "a")
     alike = Outline(page_of(tmp_path, base, made(tmp_path / "b", model="deit"))).text
@@ -544,6 +547,7 @@ def test_what_a_run_may_be_compared_with_is_said(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "rvt"])
 def test_robustbench_is_spoken_of_where_another_protocol_is_nearer(tmp_path: Path, name: str | None) -> None:
     path = made(tmp_path / "a")

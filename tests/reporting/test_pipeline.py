@@ -94,6 +94,7 @@ def test_a_summary_has_verdict_numbers_and_findings(tmp_path):
     assert "No check raised anything." in markdown_summary(calm, Gate())
 
 
+@pytest.mark.slow
 def test_files_for_other_tools(tmp_path):
     runs = [audited(tmp_path / "a", model="deit_tiny_patch16_224", data="folder:photos"), audited(tmp_path / "b")]
     export(runs, tmp_path / "out")

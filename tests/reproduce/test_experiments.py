@@ -206,6 +206,7 @@ def test_every_experiment_says_what_decides_it(table):
         assert part in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("table", EXPERIMENTS)
 def test_every_experiment_can_be_planned(table, small):

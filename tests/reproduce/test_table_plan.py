@@ -49,6 +49,7 @@ def test_every_row_of_every_table_can_be_planned(table, tmp_path):
         assert not each["there"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [name for name in TABLES if find_item(name)[1].small])
 def test_every_small_table_can_be_planned(table):
     plan = plan_table(table_jobs(TableRequest(table=table, small=True, seeds=2)), BUILT)
@@ -70,6 +71,7 @@ def test_models_are_built_without_memory_and_have_the_sizes_of_the_slides():
     assert sizes["matched-0.1-s0"][1] == pytest.approx(24_626_768, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "changed", "said"),
     [

@@ -68,6 +68,7 @@ def test_each_kind_of_sets_has_its_images(target, recipe):
     assert provided.trainings["bank"].build("x", 3).data.train == "shapes@train"
 
 
+@pytest.mark.slow
 def test_controls_are_trained_on_the_attackers_images_if_there_are_no_others(target, far_away, tmp_path, monkeypatch):
     seen = []
 

@@ -163,6 +163,7 @@ def test_a_transfer_level_is_what_one_gets_by_hand(finished, target, sets, class
     assert reported == held
 
 
+@pytest.mark.slow
 def test_a_victim_and_attackers_choose_between_the_classes_that_count(tmp_path):
     bare, other = classifier_of(classes=1000), classifier_of(classes=1000)
     for each in (bare, other):

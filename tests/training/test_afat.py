@@ -477,6 +477,7 @@ def test_random_patches_need_no_selector(tmp_path):
     assert "masks_moved" not in (folder / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_half_precision_and_averages_beside_it(tmp_path):
     plugins = {"weight_average": {"decay": 0.5}, "awp": {"gamma": 0.01}}
     folder = trained(tmp_path / "run", plugins=plugins, train={"amp_dtype": "bf16", "epochs": 1, "grad_accum": 2})

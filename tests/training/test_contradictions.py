@@ -45,6 +45,7 @@ def test_the_record_in_the_weights_comes_before_timm(tmp_path):
     assert "the record in" in found
 
 
+@pytest.mark.slow
 def test_a_check_warns_of_what_was_inherited(tmp_path):
     base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
     base.write_text(

@@ -191,6 +191,7 @@ def test_the_first_epochs_may_see_easier_images_under_the_same_names():
         assert torch.equal(a.x, b.x)
 
 
+@pytest.mark.slow
 def test_transforms_draw_as_if_everything_was_seeded(monkeypatch):
     """Seeding every device for each image took longer than its transforms, and grew a list of calls without a GPU."""
     section = Augmentation(crop="pad", padding=4, hflip=0.5, auto_augment="rand-m9-mstd0.5-inc1", reprob=0.5)

@@ -83,6 +83,7 @@ def test_an_audit_that_cannot_be_is_reported_before_the_training(tmp_path, name)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_attacks_of_the_audit_run_each_alone_if_asked(tmp_path):
     asked = recipe(train={"epochs": 1}, audit={"attacks": ["pgd-3", "fgsm"], "independent": True})
     results, _, _ = run_harden(asked, "small", CPU, out=tmp_path / "run")
@@ -114,6 +115,7 @@ def test_among_epochs_that_withstand_as_much_the_more_accurate_is_kept():
     assert Score(0.2, 0.3, 20).decisive > Score(0.9, 0.2, 20).decisive
 
 
+@pytest.mark.slow
 def test_plug_ins_for_which_a_training_is_too_short_are_reported(tmp_path, capsys):
     plugins = {
         "awp": {"from_epoch": 1},
@@ -175,6 +177,7 @@ def test_a_rate_that_never_gets_full_is_reported():
     assert [Schedule(warmup_epochs=3).length_warning(epochs) for epochs in (3, 4)] == [note, None]
 
 
+@pytest.mark.slow
 def test_what_is_said_to_people_does_not_decide_whether_a_run_goes_on(tmp_path):
     first = {**document(), "about": "one thing"}
     run_harden(build_recipe(first, "small"), "small", CPU, out=tmp_path / "run")
@@ -194,6 +197,7 @@ def test_pairs_to_mix_must_fit_each_process():
         open_training(built, replace(CPU, count=2))
 
 
+@pytest.mark.slow
 def test_validation_is_at_full_eps_while_training_warms_up(tmp_path, monkeypatch):
     seen = []
     real = HeldOut.score
@@ -241,6 +245,7 @@ def test_an_unknown_optimizer_is_reported():
         make_optimizer(OptimizerSection(name="adamww"), load_model("zoo:shapes-standard"))
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_every_step(tmp_path):
     run_harden(recipe(train={"epochs": 1, "tracker": "tensorboard"}), "small", CPU, out=tmp_path / "run")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -342,6 +347,7 @@ def test_an_optimizer_that_this_machine_lacks_leaves_no_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_second_source_is_mixed_in(tmp_path):
     data = {"extra": "shapes(size=16,texture=0)@val", "extra_share": 0.5}
     results, _, _ = run_harden(recipe(data=data, train={"epochs": 1}), "small", CPU, out=tmp_path / "run")
@@ -467,6 +473,7 @@ def test_from_python_by_name_with_overrides(tmp_path):
     assert json.loads((tmp_path / "run" / "command.json").read_text())["verb"] == "harden"
 
 
+@pytest.mark.slow
 def test_a_plan_counts_every_part():
     cost = plan_training(open_training(recipe(), CPU), CPU)
     assert (cost["epochs"], cost["steps"]) == (2, 6)

@@ -245,6 +245,7 @@ def test_another_recipe_cannot_go_on_with_a_run(finished):
         run_harden(recipe(plugins={}), "small", CPU, out=finished[0], resume=True)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_another_recipe_is_refused_and_nothing_is_lost(finished, tmp_path):
     """Brought into the folder of a training that has not saved anything yet."""
     folder = run_harden(recipe(train={"epochs": 1}), "small", CPU, out=tmp_path / "run").folder.path
@@ -264,6 +265,7 @@ def test_the_checkpoint_of_another_recipe_is_refused_and_nothing_is_lost(finishe
         run_harden(recipe(train={"epochs": 1}), "small", CPU, out=folder, resume=True)
 
 
+@pytest.mark.slow
 def test_what_a_kill_left_half_written_is_taken_away(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     names = [".checkpoint.pt.k3j4h5", ".metrics.jsonl.aaaaaa", "weights/.best.safetensors.xyz123"]
@@ -279,6 +281,7 @@ def test_what_a_kill_left_half_written_is_taken_away(tmp_path, monkeypatch):
     assert (folder / "weights" / "best.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tmp_path, monkeypatch):
     real = loop._Trainer._backward
 
@@ -294,6 +297,7 @@ def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_checkpoint(tm
     run_harden(recipe(), "small", CPU, out=tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 def test_weights_that_give_no_answer_are_neither_judged_nor_saved(tmp_path, monkeypatch):
     """They may be numbers, and the loss of the step that made them, too."""
     real = loop._Trainer.take_step
@@ -388,6 +392,7 @@ def test_a_full_disk_is_reported_for_metrics_and_weights_too(tmp_path):
         metrics.save(1)
 
 
+@pytest.mark.slow
 def test_a_plug_in_that_stops_lets_the_epoch_end(tmp_path):
     built = recipe(plugins={"stopping.Stops": {"at_step": 1}})
     results, folder, _ = run_harden(built, "small", CPU, out=tmp_path / "run")
@@ -410,6 +415,7 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path, monkeypatch):
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_last_epoch_is_judged_is_heeded(tmp_path, monkeypatch):
     real = loop._score
 
@@ -537,6 +543,7 @@ def test_an_overfitted_epoch_is_rolled_back_and_the_good_one_deployed(tmp_path, 
     assert "validation_clean" not in last  # of weights that are gone
 
 
+@pytest.mark.slow
 def test_an_epoch_that_was_gone_back_to_is_judged_if_it_was_not_yet(tmp_path, monkeypatch):
     left = iter([0.5, 0.5, 0.9, 0.1])
     monkeypatch.setattr(OverfittingGuard, "_accuracy", lambda *_: next(left))
@@ -573,6 +580,7 @@ def test_weights_are_moved_by_the_scaled_loss_where_the_step_is_taken_by_it(tmp_
         assert times == pytest.approx([1024 * loss for loss in losses], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_batch_norm_backbone_trains_and_says_whose_statistics_it_uses(tmp_path, capsys):
     xcit = {
         "name": "xcit_nano_12_p16_224",

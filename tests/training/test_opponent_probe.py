@@ -50,6 +50,7 @@ def learned(objective: Afat, model, x, tmp_path, steps: int = 25):
     return run
 
 
+@pytest.mark.slow
 def test_a_credited_opponent_finds_the_decisive_patch(tmp_path):
     """Random masks of 2 in 16 patches hit it once in eight: the gain can be 8."""
     model, x = planted(), pictures()

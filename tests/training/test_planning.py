@@ -41,6 +41,7 @@ def test_an_audit_without_a_limit_is_of_all_test_images(quick):
     assert audited(None) == len(open_dataset("shapes@test")) > 1000
 
 
+@pytest.mark.slow
 def test_an_audit_is_of_no_more_images_than_there_are(quick):
     assert audited(30) == 30
     assert audited(10**6) == len(open_dataset("shapes@test"))
@@ -75,6 +76,7 @@ def test_loss_and_attack_are_timed_in_the_precision_of_the_training(monkeypatch,
     assert validated == [{torch.float32}] * 2  # a gradient and a pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row", "attacked"),
     [

@@ -48,6 +48,7 @@ def small_model():
     return load_model("vit_tiny_patch16_224", weights="random", num_classes=10, kwargs=kwargs)
 
 
+@pytest.mark.slow
 def test_tokens_of_several_layers_are_trained_and_saved(tmp_path):
     done = run_harden(recipe({"layers": [0, 1], "count": 2}), "tokens", CPU, out=tmp_path / "run")
     assert done.results["complete"]
@@ -98,6 +99,7 @@ def test_labels_play_no_part():
     assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_step_costs_thirty_attack_passes_and_three_of_training(tmp_path):
     """Counted in images that enter the model; the attack needs the clean features once, beside its steps."""
     batch, steps, passes = 8, 2, []
@@ -116,6 +118,7 @@ def test_a_step_costs_thirty_attack_passes_and_three_of_training(tmp_path):
     assert sum(images for images, _ in of_steps) <= 1.1 * 33 * batch * steps
 
 
+@pytest.mark.slow
 def test_training_brings_features_back(trained):
     _, folder, _ = trained
     rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
@@ -184,6 +187,7 @@ def test_without_a_seed_no_one_else_can_train_the_same_tokens(tmp_path):
     assert not torch.allclose(found[0], found[1], atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", [False, True])
 def test_attacks_see_the_tokens_only_if_asked_to(tmp_path, monkeypatch, through):
     seen = []
@@ -265,6 +269,7 @@ def of_file(name, file, test, adapter=None, objective=None, **more):
     return build_recipe(given, "tokens")
 
 
+@pytest.mark.slow
 def test_a_backbone_without_a_head_gets_tokens(tmp_path):
     file = weight_file(tmp_path, DINO, 0)
     results, folder, _ = run_harden(of_file(DINO, file, None), "tokens", CPU, out=tmp_path / "run")
