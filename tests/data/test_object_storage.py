@@ -139,13 +139,13 @@ def test_a_storage_that_does_not_answer_is_given_up(
 ):
     memory.pipe("/b/test.npz", archive(1))
     ended = threading.Event()
-    monkeypatch.setattr(memory, silent, lambda *given: ended.wait(20))
+    monkeypatch.setattr(memory, silent, lambda *given: ended.wait(600))
     monkeypatch.setattr(object_storage, "_FIRST_ANSWER", 0.05)
     monkeypatch.setattr(object_storage, "_SILENCE", 0.05)
     start = time.monotonic()
     with pytest.raises(UserError, match=r"TimeoutError: no answer within 0.05 seconds"):
         local_copy("memory://b/test.npz", tmp_path)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 300  # a slow machine is no silent storage
     ended.set()
     assert not [path for path in (tmp_path / "remote").rglob("*") if path.is_file()]
 
@@ -154,14 +154,14 @@ def test_a_slow_copy_that_goes_on_is_not_given_up(memory, tmp_path: Path, monkey
     memory.pipe("/b/test.npz", archive(1))
 
     def slow(path: str, copy: str) -> None:
-        for _ in range(8):
+        for _ in range(25):
             with open(copy, "ab") as file:
                 file.write(b"part")
             time.sleep(0.1)
 
     monkeypatch.setattr(memory, "get_file", slow)
-    monkeypatch.setattr(object_storage, "_SILENCE", 0.6)
-    assert Path(local_copy("memory://b/test.npz", tmp_path)).read_bytes() == b"part" * 8
+    monkeypatch.setattr(object_storage, "_SILENCE", 2.0)
+    assert Path(local_copy("memory://b/test.npz", tmp_path)).read_bytes() == b"part" * 25
 
 
 def test_a_name_that_leads_out_of_the_copies_is_refused(memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
