@@ -197,8 +197,12 @@ def test_stays_in_shape_box_and_budget(name, norm, model, batch):
         assert excess(name, norm, model, z, x.to(dtype)) <= 1e-6
 
 
+# A prefix goes around PGD, whatever the norm: one norm shows that it weakens nothing.
+ONCE_AROUND = [each for each in EVERYTHING if each.values[1] == "linf" or "+" not in each.values[0]]
+
+
 @pytest.mark.slow
-@everywhere([each for each in EVERYTHING if not each.values[0].startswith(NOISE)])
+@everywhere([each for each in ONCE_AROUND if not each.values[0].startswith(NOISE)])
 def test_fools_more_than_noise_of_the_same_size(name, norm, library, model):
     name = name.replace(SHORT["square"], "square(queries=300)")
     x = images_for(name, library, 40, seed=5)
