@@ -5,6 +5,7 @@
     python scripts/validate_diagnosis.py --only ripples --only CNN       # names or families that contain this
     python scripts/validate_diagnosis.py --half held-out --part broken --weak --without-attacks
     python scripts/validate_diagnosis.py --part untrained --images 24 --eps 1/255    # CNNs of torchvision
+    python scripts/validate_diagnosis.py --part named --data cifar10 --eps 4/255     # those of validate_masking.py
 
 For every broken defense: what it hides from PGD-20, as the share of all images that another attacker breaks (transfer
 from the model inside; Square) and PGD-20 leaves. If that is more than 5 points: the first check of `quick` that is
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torchvision.models
 from torch import Tensor, nn
+from validate_masking import NAMED
 
 from vitadel.adapters.adapted_model import open_model
 from vitadel.attacks import make
@@ -45,7 +47,7 @@ from vitadel.statistics import wilson
 
 HIDES = 0.05
 """Recall counts defenses that hide more than this share of all images from PGD-20."""
-PARTS = ("hides", "broken", "honest", "untrained")
+PARTS = ("hides", "broken", "honest", "untrained", "named")
 UNTRAINED = ("resnet18", "mobilenet_v2", "densenet121", "vgg11")
 _SQUARE = "square(queries=100,rescale_schedule=true)"
 _base = cache(open_model)
@@ -148,6 +150,11 @@ def random_cnn(name: str, images: int, eps: float) -> Examination:
     return replace(e, y=e.logits_of(e.x).argmax(1), other_images=answered, _robust={})
 
 
+def named(name: str, base: str, data: str, images: int, eps: float) -> Examination:
+    target = open_target(NAMED[name](copy.deepcopy(_base(base))), data)
+    return examination_of(target, DiagnosisRequest(limit=images, eps=eps), join_processes("cpu"))[0]
+
+
 class Results:
     """Rows by name, in a file."""
 
@@ -217,14 +224,16 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, default=48)
     parser.add_argument("--part", choices=PARTS, action="append", help="default: the first three")
-    parser.add_argument("--eps", default="8/255", help="for --part untrained")
+    parser.add_argument("--eps", default="8/255", help="for --part untrained and named")
+    parser.add_argument("--base", default="zoo:cifar10-trades", help="for --part named")
+    parser.add_argument("--data", default="shapes", help="for --part named")
     parser.add_argument("--without-attacks", action="store_true", help="only checks that take seconds")
     parser.add_argument("--weak", action="store_true", help="also broken defenses that hide little or nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/validate-diagnosis"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     parts = options.part or PARTS[:3]
-    hides, broken, honest, without_training = (Results(options.out / f"{name}.json") for name in PARTS)
+    hides, broken, honest, without_training, by_name = (Results(options.out / f"{name}.json") for name in PARTS)
     tables = []
     checks = without_attacks() if options.without_attacks else CHECKS
     defenses: list[BrokenDefense] = chosen(BROKEN_DEFENSES, options.half, options.only)
@@ -248,6 +257,9 @@ def main() -> None:
         without_training.get(
             name, lambda e=e: raised(e, checks, all_checks=True) | {"pgd-10": e.share(e.robust("pgd-10"))}
         )
+    for name in (each for each in NAMED if "named" in parts and (not options.only or each in options.only)):
+        e = named(name, options.base, options.data, options.images, read_quantity(options.eps, "eps"))
+        by_name.get(name, lambda e=e: raised(e, checks, all_checks=True))
     seen = [model for model in models if model.name in honest.rows]
     tables.append(alarm_table([(model, honest.rows[model.name]) for model in seen]))
     page = "\n\n".join(tables) + "\n"

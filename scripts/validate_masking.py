@@ -170,7 +170,7 @@ def verdict_of(evidence: FastEvidence) -> str:
     return "doubts" if evidence.doubts else "ok"
 
 
-def measure(case: Case, settings: dict[str, Any], n: int, compare: bool) -> dict[str, Any]:
+def measure(case: Case, settings: dict[str, Any], n: int, compare: bool, queries: int = 0) -> dict[str, Any]:
     row: dict[str, Any] = {"name": case.name, "family": case.family, "eps": case.eps, "n": n, "inner": case.inner}
     start = time.process_time()
     try:
@@ -191,6 +191,9 @@ def measure(case: Case, settings: dict[str, Any], n: int, compare: bool) -> dict
     if case.inner is not None:
         transfer = Transferred(make("pgd-20", eps=target.eps), open_model(case.inner))
         row["transfer breaks of these"] = int(target.fooled(transfer, left)[0].sum())
+    if queries and row["verdict"] == "ok":
+        square = make(f"square(queries={queries},rescale_schedule=true)", eps=target.eps)
+        row["square breaks of these"] = int(target.fooled(square, left)[0].sum())
     if case.family == "named":
         transfer_alone = int((~target.fooled(transfer, every)[0]).sum())
         row |= {"pgd-20": len(target.left("pgd-20", every)), "transfer": transfer_alone}
@@ -260,6 +263,7 @@ def main() -> None:
     parser.add_argument("--escalate", action="store_true", help="run all of AutoAttack where there are signs")
     parser.add_argument("--fast", default="{}", help="settings of the attack as JSON, e.g. with fewer steps")
     parser.add_argument("--compare", action="store_true", help="run AutoAttack where the verdict is ok")
+    parser.add_argument("--square", type=int, default=0, help="its queries where the verdict is ok")
     parser.add_argument("--only", action="append", default=[], help="names or families; may be given several times")
     parser.add_argument("--skip-honest", action="store_true")
     parser.add_argument("--skip-broken", action="store_true")
@@ -282,7 +286,11 @@ def main() -> None:
             case = replace(case, eps=options.eps)
         path = options.out / case.file
         if not path.exists():
-            done = probe(case, options.n) if options.probe else measure(case, settings, options.n, options.compare)
+            done = (
+                probe(case, options.n)
+                if options.probe
+                else measure(case, settings, options.n, options.compare, options.square)
+            )
             write_json(path, done)
             print(path.read_text(), flush=True)
         rows.append(json.loads(path.read_text()))
