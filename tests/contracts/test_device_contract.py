@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from test_attack_contract import BUDGETS, EVERY_GEOMETRY, SHORT, SHORTER, images_for, model_for
 from test_study_contract import SHORT_PROBES, SMALL
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitadel
@@ -29,6 +30,7 @@ from toys import images
 from vitadel.adapters.tokens.token_classifier import TokenClassifier, fresh_tokens
 from vitadel.attacks.parse import make
 from vitadel.cli.study import STUDIES
+from vitadel.data import batches
 from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
 from vitadel.errors import UserError
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
@@ -50,6 +52,8 @@ from vitadel.types import Calibrated
 
 CPU = torch.device("cpu")
 COUNT = 4
+MOST_WAITS, MOST_WAITS_L1 = 8, 34
+"""In a forward pass, with its gradient, beside 12 at the start; PGD and APGD have a bound of their own (test_waits)."""
 CHANGING = ("seconds", "seconds_likely", "seconds_at_most", "hours", "fingerprint", "notes", "spec")
 
 
@@ -61,7 +65,8 @@ def plain_attention(monkeypatch):
         yield
 
 
-def crafted(name: str, norm: str, device: torch.device) -> Tensor:
+def crafted(name: str, norm: str, device: torch.device, double: DeviceDouble | None = None) -> Tensor:
+    """What the attack finds; on the double, waits for it are within the stated bound."""
     model, x = model_for(name), images_for(name, "", COUNT)
     with torch.no_grad():
         y = model(x).argmax(1)
@@ -71,7 +76,14 @@ def crafted(name: str, norm: str, device: torch.device) -> Tensor:
     if isinstance(attack, Calibrated):
         given = images(8, seed=9, side=x.shape[-1]).to(device), (torch.arange(8) % 2).to(device)
         attack = attack.prepared(model, [given])
-    return attack(model, x, y, SampleRNG.of_samples(0, range(COUNT), device))
+    passes: list[Module] = []
+    model.register_forward_pre_hook(lambda module, _: passes.append(module))
+    rng = SampleRNG.of_samples(0, range(COUNT), device)
+    before = 0 if double is None else double.waits.total()
+    z = attack(model, x, y, rng)
+    if double is not None:
+        assert double.waits.total() - before <= 12 + len(passes) * (MOST_WAITS_L1 if norm == "l1" else MOST_WAITS)
+    return z
 
 
 @pytest.mark.slow
@@ -80,7 +92,7 @@ def test_attacks(name, norm):
     name = SHORTER.get(name, name)
     expected = crafted(name, norm, CPU)
     with DeviceDouble() as double:
-        found = crafted(name, norm, double.device)
+        found = crafted(name, norm, double.device, double)
         assert found.device == double.device
         assert torch.equal(found.cpu(), expected)
 
@@ -243,6 +255,30 @@ def test_runs(name, tmp_path):
         assert all(torch.allclose(here[key], there[key], rtol=0, atol=rounding) for key in here)
         assert kept_record(one) == kept_record(other)  # with the factors
         assert name != SEARCHED or kept_record(one)["attention_factors"] != [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_an_audit_copies_its_images_as_bytes_and_nothing_else_of_their_size(tmp_path, monkeypatch):
+    """Beside the model and a few numbers for each image, also for the checks and the examples of the report."""
+    sent, copied = [], batches.copied_to
+
+    def counted(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+        sent.append([each.nbytes for each in tensors])
+        return copied(device, *tensors)
+
+    monkeypatch.setattr(batches, "copied_to", counted)
+    model = vitadel.wrap(model_for("aas+pgd-2"))
+    x = (images(60, side=32) * 255).round().to(torch.uint8)
+    with torch.no_grad():
+        y = model(x / 255).argmax(1)
+    target = open_target(model, (x.numpy(), y.numpy()))
+    request = AuditRequest(attacks=("fgsm", "pgd-3"), limit=12, batch_size=5)
+    with DeviceDouble() as double:
+        run_audit(target, request, Processes(0, 1, double.device), out=tmp_path / "run")
+    assert sum(labels for _, labels in sent) >= 8 * 3 * 12  # clean images, and for two attacks
+    assert all(pixels == labels // 8 * 3 * 32 * 32 for pixels, labels in sent)
+    weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    assert sum(double.copies) - sum(map(sum, sent)) - weights < 3 * 32 * 32 * 4  # less than one image as floats
 
 
 WITHOUT_FLOAT64 = ["audit", "corruptions", "objective adversarial", "objective trades", "plug-in weight_average"]

@@ -66,11 +66,9 @@ def attack(
     search = make(attack, eps=request.eps, norm=request.norm)
     search = calibrate(search, context, target, indices, request.calibration)
     rules, parts = rules_of(search), list[AdversarialExamples]()
+    how: dict[str, Any] = {"skip_bad": context.skip_bad, "device": processes.device}
     with frozen(context.model):
-        for batch in read_batches(
-            context.source, context.chunks(indices), context.preprocess, skip_bad=context.skip_bad
-        ):
-            batch = batch.to(processes.device)
+        for batch in read_batches(context.source, context.chunks(indices), context.preprocess, **how):
             rng = SampleRNG.of_samples(request.seed, batch.indices, processes.device)
             with context.arithmetic():
                 z = search(context.model, batch.x, batch.y, rng)

@@ -477,8 +477,8 @@ def example_arrays(context: RunContext, verdicts: Verdicts, name: str, attack: A
     rows = chosen.sort().values.tolist()
     if not rows:
         return None
-    (batch,) = read_batches(context.source, [rows], context.preprocess, skip_bad=context.skip_bad)
-    batch = batch.to(context.processes.device)
+    how: dict[str, Any] = {"skip_bad": context.skip_bad, "device": context.processes.device}
+    (batch,) = read_batches(context.source, [rows], context.preprocess, **how)
     attack = ordinary_form(attack)
     with context.arithmetic():
         z = attack(context.model, batch.x, batch.y, SampleRNG.of_samples(context.seed, batch.indices, batch.x.device))

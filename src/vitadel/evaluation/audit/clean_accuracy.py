@@ -194,17 +194,16 @@ def _try(context: RunContext, rows: Sequence[int], only: str | None = None) -> t
     crops = {f"a central crop of {share:g}": share for share in (1.0, 0.875) if share != own.crop_pct}
     crops = {name: share for name, share in crops.items() if only in (None, name)}
     streams = [
-        read_batches(context.source, chunks, each, skip_bad=context.skip_bad)
+        read_batches(context.source, chunks, each, skip_bad=context.skip_bad, device=device)
         for each in (own, *(replace(own, crop_pct=share) for share in crops.values()))
     ]
     right: list[Tensor] = []
     found: dict[str, list[Fit]] = {}
     for batch, *cropped in zip(*streams, strict=True):
-        batch = batch.to(device)
         with context.arithmetic():
             as_given, fits = try_alternatives(context.model, batch.x, batch.y, size, only)
             for (name, share), other in zip(crops.items(), cropped, strict=True):
-                logits = context.model(other.x.to(device))
+                logits = context.model(other.x)
                 fits.append(Fit.of(name, logits, batch.y, as_given, f"--crop-pct {share:g}"))
         right.append(as_given.argmax(1) == batch.y)
         for fit in fits:

@@ -49,9 +49,10 @@ def findings_about_mode(model: nn.Module) -> list[dict[str, Any]]:
 def findings_about_outputs(context: RunContext, indices: Tensor) -> list[dict[str, Any]]:
     """Probabilities instead of logits saturate the cross-entropy; random outputs make single verdicts worthless."""
     first = [indices[: min(8, context.batch_size)].tolist()]
-    (batch,) = read_batches(context.source, first, context.preprocess, skip_bad=context.skip_bad)
+    how: dict[str, Any] = {"skip_bad": context.skip_bad, "device": context.processes.device}
+    (batch,) = read_batches(context.source, first, context.preprocess, **how)
     with torch.no_grad():
-        outputs, again = (context.model(batch.to(context.processes.device).x) for _ in range(2))
+        outputs, again = (context.model(batch.x) for _ in range(2))
     findings = []
     change = float((outputs - again).abs().max() / outputs.abs().max().clamp(min=1e-12))
     if change > 1e-4:
