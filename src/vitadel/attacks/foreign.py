@@ -26,7 +26,7 @@ from vitadel.backbones.classifier import check_pixels
 from vitadel.backbones.third_party import import_function, user_code
 from vitadel.errors import UserError, nearest_names
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.gpus import generators_kept, gpu_module, is_gpu
+from vitadel.runtime.distributed import generators_kept, gpu_module, is_gpu
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Threat
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitadel.errors import UserError, nearest_names
 from vitadel.quantities import are_numbers
-from vitadel.runtime.gpus import is_gpu
+from vitadel.runtime.distributed import is_gpu
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Source
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from vitadel.backbones.anatomy import backbone_of, blocks_of
 from vitadel.backbones.attention_hooks import AttentionHook, not_reached
 from vitadel.errors import UserError
-from vitadel.runtime.distributed import computes_alone
-from vitadel.runtime.gpus import generators_kept
+from vitadel.runtime.distributed import computes_alone, generators_kept
 
 __all__ = ["AttentionHook", "Edge", "Record", "block_features", "count_macs", "frozen", "hooked", "token_sequence"]
 

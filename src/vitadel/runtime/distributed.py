@@ -1,9 +1,10 @@
-"""The processes of a run: one, or several under `accelerate launch` / `torchrun`."""
+"""The processes of a run, one or several under `accelerate launch` / `torchrun`, and the devices they compute on."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -157,3 +158,32 @@ def check_all_joined(count: int, device: str) -> None:
             f"the launcher started {started} processes (WORLD_SIZE), but only {count} joined with --device {device}. "
             "Use a device that all of them have (cpu, or cuda with one GPU each), or start fewer processes."
         )
+
+
+# What torch has for GPUs under the same names: NVIDIA's and AMD's, which it calls CUDA, and Intel's, XPU
+
+_GPUS = ("cuda", "xpu")
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether the device has memory and queues of its own; Apple's MPS shares those of the CPU."""
+    return device.type in _GPUS
+
+
+def gpu_module(device: torch.device) -> Any:
+    """torch.cuda or torch.xpu."""
+    assert is_gpu(device)
+    return torch.get_device_module(device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
+    if is_gpu(device):
+        gpu_module(device).synchronize(device)
+
+
+def generators_kept(device: torch.device) -> AbstractContextManager[None]:
+    """A block after which torch's generators of the CPU and of this device are as before."""
+    if not is_gpu(device):
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)

@@ -32,7 +32,7 @@ from vitadel.attacks.wrappers import Averaged, Restarts
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import Interrupted, UserError
 from vitadel.instrument.hooks import frozen
-from vitadel.runtime.gpus import is_gpu
+from vitadel.runtime.distributed import is_gpu
 from vitadel.runtime.rng import SampleRNG
 from vitadel.training.data_stream import MicroBatch, derive_seed, make_mixup, seed_everything
 from vitadel.training.interfaces import (

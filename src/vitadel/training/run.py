@@ -30,8 +30,7 @@ from vitadel.evaluation.engine.run import Run as EngineRun
 from vitadel.evaluation.engine.stages import PRECISIONS
 from vitadel.evaluation.engine.target import Target, apply_class_subset
 from vitadel.quantities import are_numbers
-from vitadel.runtime.distributed import Processes, join_processes
-from vitadel.runtime.gpus import gpu_module, is_gpu
+from vitadel.runtime.distributed import Processes, gpu_module, is_gpu, join_processes
 from vitadel.training.data_stream import DataStream, make_augment, make_device_augmentation, make_plain, seed_everything
 from vitadel.training.interfaces import ChecksLength, ChecksModel, PreparesModel, WarnsAtStart
 from vitadel.training.loop import make_optimizer, train

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vitadel.backbones.classifier import Classifier
 from vitadel.errors import UserError
-from vitadel.runtime.gpus import gpu_module, is_gpu
+from vitadel.runtime.distributed import gpu_module, is_gpu
 from vitadel.training.memory_switches import refuse_looking_inside
 from vitadel.training.recipes.build import Recipe
 

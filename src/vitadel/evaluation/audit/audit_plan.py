@@ -14,8 +14,7 @@ from vitadel.evaluation.engine.cost import PassTimes, compile_if_faster, estimat
 from vitadel.evaluation.engine.run import Run
 from vitadel.evaluation.engine.stages import ordinary_form
 from vitadel.evaluation.engine.target import Target, apply_class_subset
-from vitadel.runtime.distributed import Processes
-from vitadel.runtime.gpus import gpu_module, is_gpu
+from vitadel.runtime.distributed import Processes, gpu_module, is_gpu
 
 ESCALATION = ", if it escalates"
 """The end of the name of a row: what more a staged ensemble costs at most."""

@@ -27,7 +27,7 @@ from vitadel.evaluation.engine.attack_preparation import needs_calibration
 from vitadel.evaluation.engine.stages import RunContext, Stream, count_passes, is_staged, judge, members_of, rules_of
 from vitadel.instrument.hooks import frozen
 from vitadel.quantities import duration
-from vitadel.runtime.gpus import generators_kept, wait_for
+from vitadel.runtime.distributed import generators_kept, wait_for
 from vitadel.runtime.rng import SampleRNG
 from vitadel.types import Attack, Threat
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from vitadel.errors import UserError
 from vitadel.quantities import duration
-from vitadel.runtime.distributed import Processes
-from vitadel.runtime.gpus import generators_kept
+from vitadel.runtime.distributed import Processes, generators_kept
 from vitadel.types import Attack
 
 _FEWEST = 16  # images of a run for which a trial is made: fewer take hardly longer than a trial

@@ -21,8 +21,7 @@ from vitadel.evaluation.engine.stages import MemoryCache, RunContext
 from vitadel.evaluation.engine.target import Target
 from vitadel.instrument.hooks import count_macs
 from vitadel.quantities import WORKERS, quantity_text
-from vitadel.runtime.distributed import Processes
-from vitadel.runtime.gpus import gpu_module, is_gpu
+from vitadel.runtime.distributed import Processes, gpu_module, is_gpu
 from vitadel.runtime.opening import Opening
 from vitadel.runtime.run_folder import (
     SCHEMA,
