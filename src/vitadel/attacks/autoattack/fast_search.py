@@ -36,7 +36,6 @@ _DIVERSIFYING = 3  # steps of a restart along random logits
 _SCALED = 2  # the restart whose gradients pass through attention scores multiplied by _FACTOR, if they are saturated
 _FACTOR = 0.1
 _LONGER_IN_L1 = 2  # times as many steps, because APGD divides them among three radii
-_TOWARDS_CLASSES = ("target_steps", "nearest_steps", "best_steps")
 _KEPT_ALIVE = 0.05  # share of the far samples that get all restarts, to measure what that rule misses
 
 
@@ -197,15 +196,9 @@ class FastSearch:
         return gradients + sum(runs) + 1, forwards + len(runs)  # with a gradient at the best point before restarts
 
     def usual_passes(self) -> tuple[int, int]:
-        """For a sample that is never fooled, on average, if a quarter of such samples get all but the restarts.
-
-        In Linf and L2 runs towards classes end after about two fifths of their steps.
-        """
-        share = 1.0 if isinstance(self.threat, L1) else 0.4
-        short = {each: max(1, round(share * getattr(self, each))) for each in _TOWARDS_CLASSES}
-        usual = replace(self, **short, reaches=(), least_chance=0.0)
-        gradients, forwards = usual._first_passes()
-        most = usual.passes()
+        """For a sample that is never fooled, on average, if a quarter of such samples get all but the restarts."""
+        gradients, forwards = self._first_passes()
+        most = replace(self, reaches=(), least_chance=0.0).passes()
         return round(gradients + (most[0] - gradients) / 4), round(forwards + (most[1] - forwards) / 4)
 
     def _first_passes(self) -> tuple[int, int]:

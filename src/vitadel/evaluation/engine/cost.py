@@ -333,7 +333,7 @@ class _Trial:
             broken += [_rows(batch, row) for row in (right & ~held).nonzero()]
             spent += self.seconds(Passes(cost.gradients, cost.forwards))
             likely = len(indices) / screened * (len(robust) * self._usual + len(broken) * early)
-            if spent > _BUDGET * likely:
+            if spent > _BUDGET * likely and screened >= 4 * _AT_ONCE:  # of few images a share says little
                 break
         return max(screened, 1), robust, broken
 
