@@ -14,9 +14,8 @@ from small_recipes import recipe
 from vitadel.errors import UserError
 from vitadel.runtime.distributed import Processes
 from vitadel.training import data_stream, loop
-from vitadel.training.data_stream import MicroBatch
+from vitadel.training.data_stream import MicroBatch, StepsAhead
 from vitadel.training.run import run_harden
-from vitadel.training.steps_ahead import StepsAhead
 
 CPU = torch.device("cpu")
 PIXELS, BATCH = 3 * 16 * 16, 8

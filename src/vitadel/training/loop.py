@@ -34,7 +34,7 @@ from vitadel.errors import Interrupted, UserError
 from vitadel.instrument.hooks import frozen
 from vitadel.runtime.distributed import is_gpu
 from vitadel.runtime.rng import SampleRNG
-from vitadel.training.data_stream import MicroBatch, derive_seed, make_mixup, seed_everything
+from vitadel.training.data_stream import MicroBatch, StepsAhead, derive_seed, make_mixup, seed_everything
 from vitadel.training.interfaces import (
     AfterEpoch,
     AfterStep,
@@ -47,7 +47,6 @@ from vitadel.training.interfaces import (
 )
 from vitadel.training.metrics import Score, count_image_passes, track
 from vitadel.training.recipes.training_sections import OptimizerSection
-from vitadel.training.steps_ahead import StepsAhead
 from vitadel.training.training_state import TrainingState, average_statistics, find_checkpoint, restore, save_checkpoint
 from vitadel.types import Attack, Ensemble
 
