@@ -73,6 +73,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commands.mkdir()
     scripts = {"sbatch": f'cp "$1" {tmp_path}/script.sh; echo Submitted batch job 4242', "srun": ""}
     scripts["scontrol"] = f'echo "$@" >> {tmp_path}/requeued'
+    scripts["squeue"] = "echo RUNNING"
     for name, body in scripts.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}\n")
         (commands / name).chmod(0o755)
@@ -185,6 +186,19 @@ def test_a_signal_to_all_processes_of_a_job_queues_it_again(
     assert state.read_text() == then
     again = submitit.core.utils.DelayedSubmission.load(cluster / "jobs" / "4242_submitted.pkl")
     assert again.function.words == (str(state),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["echo COMPLETING", "exit 1"])
+def test_a_cancelled_job_saves_and_is_not_queued_again(cluster: Path, answer: str):
+    """`scancel` sends SIGTERM as preemption does, and `scontrol requeue` would bring the job back."""
+    (cluster / "bin" / "squeue").write_text(f"#!/bin/sh\n{answer}\n")
+    job, state = started_by_submitit(cluster, SAVES)
+    os.killpg(job.pid, signal.SIGTERM)
+    _, said = job.communicate(timeout=600)
+    assert not (cluster / "requeued").exists()
+    assert state.read_text() == "saved"
+    assert "ended with exit code 130" in said
 
 
 def test_a_job_that_is_preempted_before_it_begins_is_queued_again(tmp_path: Path):

@@ -49,7 +49,7 @@ import pathlib, time
 from vitadel.runtime.run_folder import Command, open_run
 open_run(Command("audit", {dict(SETTINGS)!r}), "m", out=pathlib.Path({str(folder)!r}), resume=False)
 pathlib.Path({str(reported)!r}).touch()
-time.sleep(60)
+time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code]) as other:
         while not reported.exists():

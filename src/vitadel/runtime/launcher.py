@@ -25,6 +25,7 @@ _OF_ALL = ("timeout_min", "mem_gb", "cpus_per_task", "gpus_per_node")  # what su
 _OF_SLURM = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "array_parallelism", "signal_delay_s")
 _DEFAULTS = {"timeout_min": 1440}
 _PREEMPTED = (130, -signal.SIGTERM)  # saved; or ended before it had anything to save
+_GOES_ON = ("RUNNING", "SIGNALING")  # states of Slurm; a job that was cancelled is COMPLETING
 _MOST_SHARDS = 10_000  # jobs: clusters limit arrays to fewer
 
 
@@ -62,7 +63,7 @@ class LaunchedCommand:
 
     Slurm announces preemption by SIGTERM to all processes of a job, and by submitit's own signal to those that it was
     asked for. submitit queues a job again at its own signal only, so a command that the first one has ended passes it
-    on.
+    on, while Slurm lets the job go on.
     """
 
     words: tuple[str, ...]
@@ -102,8 +103,18 @@ class LaunchedCommand:
 def _queue_again() -> None:
     """Give this process the signal at which submitit queues its job again; nothing where nobody listens to it."""
     number = getattr(signal, f"SIG{_submitit().JobEnvironment.USR_SIG}")
-    if callable(signal.getsignal(number)):
+    if callable(signal.getsignal(number)) and _job_goes_on():
         signal.raise_signal(number)
+
+
+def _job_goes_on() -> bool:
+    """Whether Slurm lets this job run: `scancel` sends SIGTERM, too, and Slurm queues cancelled jobs if it is asked."""
+    words = ["squeue", "--noheader", "--format=%T", f"--jobs={os.environ.get('SLURM_JOB_ID')}"]
+    try:
+        asked = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.stdout.strip() in _GOES_ON
 
 
 def launch(launcher: Launcher, words: Sequence[str], out: Path) -> list[str]:
