@@ -272,17 +272,10 @@ def estimate(
     if sum(at_most.values()) < SHORT:
         return Estimate(times, at_most, at_most)
     trial = _Trial(context, model, make_threat(norm, eps), stages, seconds)
-    with _generators_kept(context), frozen(context.model):
+    with generators_kept(context.processes.device), frozen(context.model):  # a random model draws from them
         likely, images = trial.run(indices, make(_SCREEN, eps=eps, norm=norm))
     # Images that are tried may cost more passes than the bound of ten classes.
     return Estimate(times, {name: min(likely[name], at_most[name]) for name in at_most}, at_most, images)
-
-
-@contextmanager
-def _generators_kept(context: RunContext) -> Iterator[None]:
-    """Restore torch's generators afterwards, from which a random model draws."""
-    with generators_kept(context.processes.device):
-        yield
 
 
 class _OutOfTime(BaseException):
