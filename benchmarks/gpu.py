@@ -72,7 +72,12 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> fl
         start = now(device)
         work()
         found.append(now(device) - start)
-    return median(found[1:])
+    return middle_of(found[1:])
+
+
+def middle_of(rounds: Sequence[float]) -> float:
+    """The median, above 0: some clocks of processor time move by 10 ms at once, and may not have moved."""
+    return max(median(rounds), 1e-6)
 
 
 def now(device: torch.device) -> float:
@@ -273,10 +278,10 @@ def model_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[t
         taken = seconds(attack, device, settings.rounds)
         yield name, f"{taken:.3f} s, {taken / times['gradient']:.1f} gradients"
     for amp_dtype in ("fp32", "bf16"):
-        crew = dict(training_steps(lambda: deepcopy(model), x, y, settings.steps, amp_dtype))
-        for name, rounds in take_turns(crew, settings.rounds, lambda: now(device)).items():
-            taken = median(rounds)
-            yield name, f"{taken:.3f} s, {settings.batch / taken:.1f} images/s, {megabytes(crew[name], device)}"
+        candidates = dict(training_steps(lambda: deepcopy(model), x, y, settings.steps, amp_dtype))
+        for name, rounds in take_turns(candidates, settings.rounds, lambda: now(device)).items():
+            taken = middle_of(rounds)
+            yield name, f"{taken:.3f} s, {settings.batch / taken:.1f} images/s, {megabytes(candidates[name], device)}"
 
 
 def megabytes(work: Callable[[], object], device: torch.device) -> str:
@@ -306,7 +311,7 @@ def input_rows(settings: argparse.Namespace, device: torch.device) -> Iterator[t
             f"{100 * added_time(folder, settings, device):.1f} % of its time",
         )
         for name, rounds in taken.items():
-            yield f"input, {name}", f"{settings.images / median(rounds[1:]) / cores:.1f} images/s and core"
+            yield f"input, {name}", f"{settings.images / middle_of(rounds[1:]) / cores:.1f} images/s and core"
         for name, rounds in taken.items():
             if name != OURS and settings.rounds > 1:
                 low, middle, high = quantiles((a / b for a, b in zip(taken[OURS][1:], rounds[1:], strict=True)), n=4)
@@ -321,13 +326,10 @@ def chunks_of(settings: argparse.Namespace) -> list[range]:
 def added_time(folder: Path, settings: argparse.Namespace, device: torch.device) -> float:
     """What reading adds to the time of a model that takes 10 ms per image, by the wall clock, as a share of it."""
     files, preprocess = open_dataset(f"folder:{folder}"), Preprocess(settings.size, 0.875)
-    chunks = [
-        list(range(first, min(first + settings.batch, len(files)))) for first in range(0, len(files), settings.batch)
-    ]
     shares = []
     for _ in range(settings.rounds):
         start = time.perf_counter()
-        for read in read_batches(files, chunks, preprocess, workers=settings.workers, device=device):
+        for read in read_batches(files, chunks_of(settings), preprocess, workers=settings.workers, device=device):
             time.sleep(_MODEL * len(read.x))  # the processor is free while a GPU computes
         shares.append((time.perf_counter() - start) / (_MODEL * len(files)) - 1)
     return median(shares)
