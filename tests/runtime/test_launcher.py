@@ -60,6 +60,10 @@ def test_commands_refuse_what_cannot_be_submitted(monkeypatch: pytest.MonkeyPatc
     assert "leave out one of the two" in said.stderr
     said = vitadel("harden", "shapes/trades", "train.epochs=none", "--launcher", "slurm", "--out", "x", code=2)
     assert "train.epochs: should be a valid integer" in said.stderr
+    jobs = ("--launcher", "slurm(shards=2)", "--out", "x")
+    assert "zoo:shapes-robus" in vitadel("audit", "zoo:shapes-robus", *jobs, code=2).stderr
+    assert "pdg-20" in vitadel("audit", "--attacks", "pdg-20", *jobs, code=2).stderr
+    assert "nothing.parquet" in vitadel("audit", "--data", "parquet:nothing.parquet", *jobs, code=2).stderr
     monkeypatch.setitem(sys.modules, "submitit", None)
     said = vitadel("audit", "--launcher", "slurm(shards=2)", "--out", "x", code=2)
     assert "pip install 'vitadel[slurm]'" in said.stderr

@@ -126,6 +126,8 @@ def audit(
     if divided and len(requests) > 1:
         raise UserError("--shard takes one threat: audit each norm in shards of its own, with one --out for each")
     if launcher is not None:
+        requests[0].make_attacks()  # what is wrong is said here, not in the log of every job
+        open_target(model, how, data, "cpu")
         submit_jobs(launcher, run, shards=True)
         return
     if shard is not None:
