@@ -132,7 +132,7 @@ def test_shares_outside_0_and_1_are_refused(name):
         AutoAttackFast(Linf(0.1), **{name: 1.5})
 
 
-@pytest.mark.parametrize("patience", [0.0, -1.0, math.nan])
+@pytest.mark.parametrize("patience", [0, 0.0, -1, -1.0, math.nan])
 def test_a_patience_that_is_not_positive_is_refused(patience):
     with pytest.raises(UserError, match="patience of autoattack-fast must be above 0, got"):
         AutoAttackFast(Linf(0.1), patience=patience)

@@ -111,6 +111,8 @@ def plan_table(table: TableJobs, dry_run: DryRun | None = None) -> dict[str, Any
 
 
 def _cost(table: TableJobs) -> str:
+    from vitadel.reproduce.gpu_hours import H100_GAIN
+
     item = table.item
     # The cost of an experiment is that of all its seeds.
     seeds = table.seeds if item.experiment is None else round(table.seeds / item.experiment.seeds, 2)
@@ -118,8 +120,6 @@ def _cost(table: TableJobs) -> str:
         return f"about {item.small.minutes * seeds:g} minutes of one CPU core (estimate)"
     rows = len({job.row.id for job in table.jobs})
     share = f"; {rows} of its {len(item.rows)} rows are chosen" if rows < len(item.rows) else ""
-    from vitadel.reproduce.gpu_hours import H100_GAIN
-
     hours = item.gpu_hours * seeds
     gpus = f"about {hours:g} hours of an A100 (at least {hours / H100_GAIN:.2g} of an H100)"
     return f"{gpus} for all rows (estimate: {item.cost_basis}){share}"

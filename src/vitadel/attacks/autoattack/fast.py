@@ -134,9 +134,8 @@ class AutoAttackFast:
 
     def __post_init__(self) -> None:
         shares = ("least_chance", "audited_share", "most_missed")
-        small = {
-            name: value for name, value in vars(self).items() if type(value) is int and value < 1 and name not in shares
-        }
+        counts = {name: value for name, value in vars(self).items() if name not in (*shares, "patience")}
+        small = {name: value for name, value in counts.items() if type(value) is int and value < 1}
         if small:
             name, value = next(iter(small.items()))
             raise UserError(f"{name} of autoattack-fast must be at least 1, got {value}")
