@@ -35,7 +35,7 @@ def opened(name: str) -> Classifier:
 
 
 def our_step(recipe: Recipe, model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    """One optimiser step of `vitadel harden` on the given images, without reading any, on their device."""
+    """One optimizer step of `vitadel harden` on the given images, without reading any, on their device."""
     processes = Processes(0, 1, x.device)
     setup = open_training(recipe, processes)
     recipe, on_cpu = setup.recipe, x.device.type == "cpu"
