@@ -13,6 +13,7 @@ from torch import nn
 from imagenet_a import RIGHT, answering, write_imagenet_a
 from vitadel.attacks.patches.corruption_model import CorruptionModel, save_corruption_model
 from vitadel.backbones.classifier import wrap
+from vitadel.data.sources.shapes import Shapes
 from vitadel.errors import Interrupted, UserError
 from vitadel.evaluation.engine.target import open_target
 from vitadel.evaluation.stability import run as stability
@@ -243,6 +244,13 @@ def test_interval_of_a_mean():
     assert mean_with_interval(np.array([0.3]))["ci95"] == [-1, 1]
     assert steps_below_one(0.43)[0] == pytest.approx(0.4)
     assert steps_below_one(1.0)[0] == pytest.approx(0.95)
+
+
+def test_copies_of_the_evaluated_images_are_refused_before_anything_is_written(tmp_path):
+    target, request = open_target(lively(), Shapes("test")), {**QUICK, "learned": True, "limit": 300}
+    with pytest.raises(UserError, match="among the evaluated ones"):
+        run_stability(target, StabilityRequest(**request, calibration="shapes@test"), CPU, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("settings", "reported"), [

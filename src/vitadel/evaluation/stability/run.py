@@ -41,7 +41,7 @@ from vitadel.data.batches import Batch
 from vitadel.errors import UserError, check_known
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.audit.protocols import RVT
-from vitadel.evaluation.engine.attack_preparation import calibrate
+from vitadel.evaluation.engine.attack_preparation import calibrate, check_calibration
 from vitadel.evaluation.engine.expected_time import StageCosts, Trial
 from vitadel.evaluation.engine.run import Outcome, Run, RunOptions, RunRequest, execute, run_settings
 from vitadel.evaluation.engine.stages import (
@@ -136,6 +136,8 @@ def run_stability(
         given = _load_selector(request.selector, target, request, processes)
         content = hashlib.sha256(Path(request.selector).read_bytes()).hexdigest()[:16]
     indices, _ = target.selection(request.limit, request.seed, request.skip_bad)
+    if request.learned:
+        check_calibration([_learner(request)], target, indices, request.calibration, request.seed)
     settings = run_settings(
         target, request, indices, suite=SUITE, selector=content, eps=quantity_text(RVT.budget)
     )  # the corruption model by its content, wherever it lies
@@ -201,16 +203,20 @@ def _all_parts(
     return seen
 
 
+def _learner(request: StabilityRequest) -> LearnedPatches:
+    """The attack whose preparation trains the corruption model."""
+    return LearnedPatches(
+        Linf(RVT.budget), request.share, 1, request.training_steps, noise=request.noise, side=request.side
+    )
+
+
 def _trained_here(
     context: RunContext, target: Target, request: StabilityRequest, indices: Tensor, path: Path
 ) -> CorruptionModel:
     """The corruption model for this model: trained once, on images that are not evaluated, kept in the run folder."""
     if not context.processes.on_main(path.exists):
-        attack = LearnedPatches(
-            Linf(RVT.budget), request.share, 1, request.training_steps, noise=request.noise, side=request.side
-        )
         start = time.perf_counter()
-        ready = calibrate(attack, context, target, indices, request.calibration)
+        ready = calibrate(_learner(request), context, target, indices, request.calibration)
         if context.costs is not None:
             context.costs.outside = context.costs.once["training"] = time.perf_counter() - start
         if context.processes.is_main:
