@@ -33,9 +33,11 @@ from vitadel.cli.study import STUDIES
 from vitadel.data import batches
 from vitadel.diagnosis.run import DiagnosisRequest, run_diagnosis
 from vitadel.errors import UserError
+from vitadel.evaluation.audit import audit
 from vitadel.evaluation.audit.audit import AuditRequest, run_audit
 from vitadel.evaluation.corruptions.request import CorruptionRequest
 from vitadel.evaluation.corruptions.run import run_corruptions
+from vitadel.evaluation.engine import cost
 from vitadel.evaluation.engine.run import Outcome
 from vitadel.evaluation.engine.target import Target, open_target
 from vitadel.evaluation.stability.run import StabilityRequest, run_stability
@@ -259,7 +261,9 @@ def test_runs(name, tmp_path):
 
 @pytest.mark.slow
 def test_an_audit_copies_its_images_as_bytes_and_nothing_else_of_their_size(tmp_path, monkeypatch):
-    """Beside the model and a few numbers for each image, also for the checks and the examples of the report."""
+    """Beside the model and a few numbers for each image, also for the checks, the likely time and the examples."""
+    monkeypatch.setattr(cost, "SHORT", 0.0)  # the likely time is estimated, which a fast machine leaves out
+    monkeypatch.setattr(audit, "SHORT", 0.0)
     sent, copied = [], batches.copied_to
 
     def counted(device: torch.device, *tensors: Tensor) -> list[Tensor]:
@@ -274,7 +278,7 @@ def test_an_audit_copies_its_images_as_bytes_and_nothing_else_of_their_size(tmp_
     target = open_target(model, (x.numpy(), y.numpy()))
     request = AuditRequest(attacks=("fgsm", "pgd-3"), limit=12, batch_size=5)
     with DeviceDouble() as double:
-        run_audit(target, request, Processes(0, 1, double.device), out=tmp_path / "run")
+        run_audit(target, request, Processes(0, 1, double.device), out=tmp_path / "run", show_progress=True)
     assert sum(labels for _, labels in sent) >= 8 * 3 * 12  # clean images, and for two attacks
     assert all(pixels == labels // 8 * 3 * 32 * 32 for pixels, labels in sent)
     weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))

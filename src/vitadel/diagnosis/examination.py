@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -334,9 +334,9 @@ def examination_of(
     """Load the images onto the model's device; also returns their batch and the samples left out for their label."""
     target = apply_class_subset(target)
     indices, mislabeled = target.selection(request.images, request.seed, request.skip_bad)
-    (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess, skip_bad=request.skip_bad)
+    how: dict[str, Any] = {"skip_bad": request.skip_bad, "device": processes.device}
+    (batch,) = read_batches(target.source, [indices.tolist()], target.preprocess, **how)
     check_any_readable(len(batch.y))
-    batch = batch.to(processes.device)
 
     def others(count: int) -> Images:
         try:

@@ -142,8 +142,9 @@ def passes_at_most(attacks: Sequence[LevelAttack], budgets: Sequence[float]) -> 
 
 def _expected_cost(context: RunContext, request: ThreatLevelsRequest, assets: AttackerAssets, indices: Tensor) -> str:
     """The plan in a sentence, with the time that a few images take."""
-    (batch,) = read_batches(context.source, [indices[:_PROBE].tolist()], context.preprocess)
-    times = PassTimes.measure(context.model, batch.to(context.processes.device).x)
+    chunk, device = indices[:_PROBE].tolist(), context.processes.device
+    (batch,) = read_batches(context.source, [chunk], context.preprocess, device=device)
+    times = PassTimes.measure(context.model, batch.x)
     attacks, budgets, images = _attacks(request, assets), len(request.eps), len(indices)
     gradients, forwards = passes_at_most(attacks, request.eps)
     hours = images * times.seconds(gradients, forwards) / 3600

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -315,8 +315,8 @@ class _Trial:
         order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(context.seed))
         chunks = [indices[part].tolist() for part in order[:_MOST_SCREENED].split(_AT_ONCE)]
         early = self.seconds(Passes(_EARLY, 0))
-        for batch in read_batches(context.source, chunks, context.preprocess, skip_bad=context.skip_bad):
-            batch = batch.to(context.processes.device)
+        how: dict[str, Any] = {"skip_bad": context.skip_bad, "device": context.processes.device}
+        for batch in read_batches(context.source, chunks, context.preprocess, **how):
             if len(batch.y) == 0:
                 continue
             screened += len(batch.y)

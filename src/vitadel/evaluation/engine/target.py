@@ -344,9 +344,8 @@ class CalibrationImages:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         chunks = [part.tolist() for part in self.indices.split(CALIBRATION_BATCH)]
-        for batch in read_batches(self.source, chunks, self.preprocess, skip_bad=self.skip_bad):
+        for batch in read_batches(self.source, chunks, self.preprocess, skip_bad=self.skip_bad, device=self.device):
             if len(batch.y):
-                batch = batch.to(self.device)
                 yield batch.x, batch.y
 
 
