@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from toys import TinyNet, images
+from toys import TinyNet, images, trained_toy
 from vitadel.attacks.autoattack.best_points import Progress
 from vitadel.attacks.autoattack.fast import AutoAttackFast
 from vitadel.attacks.autoattack.prospects import FEATURES, INTERCEPT, WEIGHTS, chance_of, features_of
 from vitadel.attacks.parse import make
+from vitadel.attacks.per_sample import SampleInfo
 from vitadel.attacks.threats import L1, L2, Linf
 from vitadel.errors import UserError
 from vitadel.evaluation.engine.stages import count_passes
 from vitadel.runtime.rng import SampleRNG
+from vitadel.types import Threat
 
 
 class Linear(nn.Module):
@@ -148,6 +151,39 @@ def test_with_endless_patience_all_runs_take_all_their_steps():
             searched(fast, model, x, y, range(20))
         costs.append(cost.gradients)
     assert costs == [20 * (20 + 20 + 5 * 8 + 10 + 1), 20 * (20 + 20 + 6 * 2 + 1)]
+
+
+class RowByRow(nn.Module):
+    """A model that rounds each image in the same way, whatever the batch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.inner(row[None]) for row in x])
+
+
+@pytest.mark.parametrize("ball", [Linf(0.05), L2(0.4), L1(3.0)])
+def test_where_runs_end_depends_on_each_sample_only(ball: Threat):
+    """In other batches, and another order, every sample takes the same passes and ends at the same point."""
+    toy, x, y = trained_toy()
+    model, order = RowByRow(toy), torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    few = {"entropy_steps": 2, "margin_steps": 3, "targets": 2, "best_targets": 1, "best_steps": 20, "reaches": ()}
+    fast = AutoAttackFast(ball, least_chance=0.0, **few)
+
+    def run(rows: Tensor, fast: AutoAttackFast = fast) -> tuple[Tensor, SampleInfo, int]:
+        with count_passes(model) as cost:
+            found, info = fast.search.run_with_info(model, x[rows], y[rows], SampleRNG.of_samples(0, rows))
+        return found, info, cost.gradients
+
+    found, info, gradients = run(torch.arange(20))
+    assert gradients < 0.99 * run(torch.arange(20), replace(fast, patience=math.inf))[2]
+    parts = [run(rows) for rows in order.split(7)]
+    assert gradients == sum(count for *_, count in parts)
+    assert torch.equal(found[order], torch.cat([part for part, *_ in parts]))
+    for name in ("fell_in", "margin", "missing"):
+        assert torch.equal(info[name][order], torch.cat([part[name] for _, part, _ in parts]))
 
 
 def test_the_whole_search_has_a_name():
