@@ -130,7 +130,9 @@ class Shift:
         if self.fault == "type":
             return None
         if self.fault == "raise":
-            raise RuntimeError("out of ideas")
+            raise RuntimeError("out\\n  of ideas.")
+        if self.fault == "silent":
+            raise ValueError
         if self.fault == "model":
             with torch.no_grad():
                 next(model.parameters()).add_(1)
@@ -166,7 +168,8 @@ def test_the_users_own_class_gets_the_budget(own: str) -> None:
         ("box", r"returned pixels from .* they must stay in \[0, 1\]"),
         ("shape", r"returned images of shape \(1, 3, 8, 8\) for images of shape \(8, 3, 8, 8\)"),
         ("type", "returned NoneType; an attack must return a tensor"),
-        ("raise", "failed: RuntimeError: out of ideas. What was judged before is kept"),
+        ("raise", r"Shift failed: RuntimeError: out of ideas\. What was judged before is kept\.$"),
+        ("silent", r"Shift failed: ValueError\. What was judged before is kept\.$"),
         ("model", r"changed the model \("),
         ("forward", r"changed the model \(its modules or hooks\)"),
         ("module", r"changed the model \("),

@@ -135,7 +135,9 @@ def _blamed(title: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # other people's code may raise anything, or call sys.exit()
-        raise UserError(f"{title} failed: {type(error).__name__}: {error}. What was judged before is kept.") from error
+        said = " ".join(str(error).split()).rstrip(".")  # one line
+        reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        raise UserError(f"{title} failed: {reason}. What was judged before is kept.") from error
 
 
 @contextmanager
