@@ -229,18 +229,20 @@ def test_a_sample_far_beyond_what_is_promised_has_no_chance(first: float, second
 
 
 def test_without_a_gradient_or_outside_the_ball_nothing_is_known():
+    """At 0.15 in a ball of 0.05 the way back costs 2, so the promise is negative; a step that lost 5 kept it."""
     x = torch.full((2, 1, 1, 1), 0.5, dtype=torch.float64)
     outlook, place = Outlook.of(Linf(0.05), x, 20.0), torch.arange(2)
     z = x + torch.tensor([0.0, 0.15]).view(2, 1, 1, 1)
     grad = torch.tensor([0.0, 20.0], dtype=torch.float64).view(2, 1, 1, 1)
-    for _ in range(2):
-        assert outlook.has_chance(place, torch.tensor([-9.0, -9.0], dtype=torch.float64), grad, z, x).all()
+    for value in (-9.0, -14.0):
+        assert outlook.has_chance(place, torch.tensor([value, value], dtype=torch.float64), grad, z, x).all()
 
 
-def test_pixels_that_are_white_promise_nothing():
-    """Two pixels with a gradient of 20, one of them white already: in a ball of 0.05 the other one promises 1."""
-    x = torch.tensor([1.0, 0.5], dtype=torch.float64).view(1, 1, 1, 2)
-    grad, place = torch.full_like(x, 20.0), torch.tensor([0])
+@pytest.mark.parametrize(("wall", "slope"), [(1.0, 20.0), (0.0, -20.0)])
+def test_pixels_that_are_black_or_white_promise_nothing(wall: float, slope: float):
+    """Two pixels with a gradient of 20, one of them at its end already: in a ball of 0.05 the other one promises 1."""
+    x = torch.tensor([wall, 0.5], dtype=torch.float64).view(1, 1, 1, 2)
+    grad, place = torch.full_like(x, slope), torch.tensor([0])
     for first, second, chance in ((-31.0, -30.5, False), (-30.0, -29.5, True)):
         outlook = Outlook.of(Linf(0.05), x, 30.0)
         assert outlook.has_chance(place, torch.tensor([first], dtype=torch.float64), grad, x, x).item()
