@@ -74,14 +74,14 @@ def gray(robust: int, broken: int, wrong: int) -> Gray:
     return Gray(tuple(levels[place] for place in order.tolist()))
 
 
-def estimated(robust: int, broken: int, wrong: int = 0, *, model: nn.Module | None = None, **fields):
+def estimated(robust: int, broken: int, wrong: int = 0, *, model: nn.Module | None = None, times=ONE, **fields):
     source = gray(robust, broken, wrong)
     request = AuditRequest(eps=EPS, **fields)
     target = open_target(model or Brightness(), source)
     context = Run(None, CPU).context(target, request)
     indices = torch.arange(len(source))
     settings = {"eps": EPS, "norm": "linf", "independent": request.independent}
-    return cost.estimate(context, request.make_attacks(), indices, times=ONE, **settings), target, request
+    return cost.estimate(context, request.make_attacks(), indices, times=times, **settings), target, request
 
 
 @pytest.mark.slow
@@ -104,6 +104,19 @@ def test_later_attacks_are_likely_run_on_what_the_earlier_ones_leave():
     assert cascade.likely["01 pgd-30"] == pytest.approx(robust_only, rel=0.5)
     assert alone.likely["01 pgd-30"] > cascade.likely["01 pgd-30"] + 100  # those that fall cost a step or more
     assert cascade.at_most == alone.at_most == {"00 pgd-20": 200 * 20, "01 pgd-30": 200 * 30}
+
+
+def test_sentinels_are_counted_for_the_images_that_pgd_leaves():
+    """Forty of 60 images get the probe (2 gradients, 9 passes and a verdict) and Square; FAB 3 times 3 steps on two."""
+    both = PassTimes(1.0, 1000.0)
+    found, _, _ = estimated(60, 40, times=both, attacks=(SHORTER,))
+    stage = f"00 {SHORTER} sentinels"
+    square, fab = 50 + 2 + 1, 9 + 1 + 1
+    expected = 40 * 2 + 2 * 9 + 1000 * (40 * (9 + 1) + 40 * square + 2 * fab)
+    assert found.likely[stage] == pytest.approx(expected, rel=0.02)  # the share is that of 64 images
+    assert found.seconds == pytest.approx(sum(found.likely.values()))
+    none, _, _ = estimated(0, 60, times=both, attacks=(SHORTER,))
+    assert none.likely[stage] == 0
 
 
 def test_members_of_an_ensemble_are_stages():

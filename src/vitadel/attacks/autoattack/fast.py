@@ -55,7 +55,15 @@ from vitadel.types import Attack, Threat
 if TYPE_CHECKING:
     from vitadel.attacks.autoattack.fast_search import FastSearch
 
-__all__ = ["LEAST_SENTINELS", "STAGES", "AutoAttackFast", "SquareSentinel", "giving_up_nothing", "most_missed"]
+__all__ = [
+    "LEAST_SENTINELS",
+    "STAGES",
+    "AutoAttackFast",
+    "SquareSentinel",
+    "giving_up_nothing",
+    "most_missed",
+    "sentinel_passes",
+]
 
 LEAST_SENTINELS = 40
 
@@ -73,6 +81,15 @@ def giving_up_nothing(attack: Attack) -> Attack:
     """The attack with every sample searched to the end, if it is `autoattack-fast` or around it."""
     found = part_inside(attack, AutoAttackFast)
     return attack if found is None else found[1](replace(found[0], least_chance=0.0))
+
+
+def sentinel_passes(attack: Attack, correct: int) -> tuple[int, int]:
+    """What the sentinels cost if the search leaves so many samples correct, with judging; nothing of other attacks."""
+    found = part_inside(attack, AutoAttackFast)
+    if found is None or correct == 0:
+        return 0, 0
+    stages = [(found[1](each).passes(), count) for _, each, count in found[0].sentinels(correct)]
+    return sum(count * own[0] for own, count in stages), sum(count * (own[1] + 1) for own, count in stages)
 
 
 @dataclass(frozen=True)
@@ -167,10 +184,9 @@ class AutoAttackFast:
         correct = every[~FastEvidence(results).fooled_by_search]
         if self.threat.eps == 0 or len(correct) == 0:
             return
-        chosen = correct[lots[correct].argsort()][: max(LEAST_SENTINELS, round(_SHARE * len(correct)))]
-        members = [(PROBE, Probe(self.threat), len(chosen)), *self._sentinels(len(correct), len(chosen))]
-        for number, (name, attack, count) in enumerate(members, start=-1):
-            places = chosen[:count].sort().values
+        drawn = correct[lots[correct].argsort()]
+        for number, (name, attack, count) in enumerate(self.sentinels(len(correct)), start=-1):
+            places = drawn[:count].sort().values
             places = places[torch.isin(places, correct)]
             if len(places) == 0 or FastEvidence(results).masked_by_sentinels:
                 break
@@ -196,11 +212,12 @@ class AutoAttackFast:
             return None
         return AUDIT, unseen[lots[unseen].argsort()[:more]].sort().values
 
-    def _sentinels(self, correct: int, count: int) -> list[tuple[str, Attack, int]]:
-        """(name, attack, number of samples): FAB on a share of the `correct` samples, Square on all `count` sentinels.
+    def sentinels(self, correct: int) -> list[tuple[str, Attack, int]]:
+        """(name, attack, number of samples): probe and Square on all sentinels, FAB on a share of the `correct` ones.
 
         The queries of Square are as many as for that share, divided among all sentinels.
         """
+        count = min(correct, max(LEAST_SENTINELS, round(_SHARE * correct)))
         queries = min(self.sentinel_queries, round(_SHARE * correct * self.sentinel_queries / count))
         first = min(_FIRST_ROUND, self.sentinel_queries)
         rounds = [first, queries - first] if queries >= 2 * first else [first]
@@ -209,7 +226,7 @@ class AutoAttackFast:
             for name, each in zip(SQUARE_SENTINELS, rounds, strict=False)
         ]
         fab = FAB(self.threat, self.sentinel_steps, self.sentinel_targets)
-        return [*squares, (FAB_SENTINEL, fab, max(1, round(_SHARE * correct)))]
+        return [(PROBE, Probe(self.threat), count), *squares, (FAB_SENTINEL, fab, max(1, round(_SHARE * correct)))]
 
     __call__ = images_of
     run_with_info = images_and_info_of

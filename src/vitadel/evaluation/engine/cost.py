@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.autoattack.fast import giving_up_nothing
+from vitadel.attacks.autoattack.fast import giving_up_nothing, sentinel_passes
 from vitadel.attacks.goals import OnLogits, gradient
 from vitadel.attacks.parse import make
 from vitadel.attacks.per_sample import run_attack
@@ -273,7 +273,11 @@ def estimate(
         return Estimate(times, at_most, at_most)
     trial = _Trial(context, model, make_threat(norm, eps), stages, seconds)
     with generators_kept(context.processes.device), frozen(context.model):  # a random model draws from them
-        likely, images = trial.run(indices, make(_SCREEN, eps=eps, norm=norm))
+        likely, images, robust = trial.run(indices, make(_SCREEN, eps=eps, norm=norm))
+    for number, (name, attack) in enumerate(attacks):
+        if is_staged(attack):
+            stage, counts = f"{number:02d} {name} sentinels", (round(robust * len(indices)), len(indices))
+            likely[stage], at_most[stage] = (seconds(Passes(*sentinel_passes(attack, count))) for count in counts)
     # Images that are tried may cost more passes than the bound of ten classes.
     return Estimate(times, {name: min(likely[name], at_most[name]) for name in at_most}, at_most, images)
 
@@ -290,8 +294,8 @@ class _Trial:
     stages: Sequence[Stage]
     seconds: Callable[[Passes], float]
 
-    def run(self, indices: Tensor, screen: Attack) -> tuple[dict[str, float], int]:
-        """The likely seconds of each stage on all of the images, and how many were screened."""
+    def run(self, indices: Tensor, screen: Attack) -> tuple[dict[str, float], int, float]:
+        """The likely seconds of each stage on all of the images, how many were screened, and the share left by that."""
         screened, robust, broken = self._screened(indices, screen)
         likely = {stage.name: Passes(0, 0) for stage in self.stages}
         for group in (robust, broken):
@@ -299,7 +303,7 @@ class _Trial:
                 count = len(indices) * len(group) / screened
                 for name, each in self._tried(group, count).items():
                     likely[name] += each.scaled(count)
-        return {name: self.seconds(passes) for name, passes in likely.items()}, screened
+        return {name: self.seconds(passes) for name, passes in likely.items()}, screened, len(robust) / screened
 
     @property
     def _usual(self) -> float:
