@@ -196,7 +196,10 @@ class FastSearch:
         return gradients + sum(runs) + 1, forwards + len(runs)  # with a gradient at the best point before restarts
 
     def usual_passes(self) -> tuple[int, int]:
-        """For a sample that is never fooled, on average, if a quarter of such samples get all but the restarts."""
+        """For a sample that is never fooled, on average, if a quarter of such samples get all but the restarts.
+
+        Runs towards classes with all their steps: how early they end is up to the model.
+        """
         gradients, forwards = self._first_passes()
         most = replace(self, reaches=(), least_chance=0.0).passes()
         return round(gradients + (most[0] - gradients) / 4), round(forwards + (most[1] - forwards) / 4)
