@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--base", default="zoo:cifar10-trades", help="for --part named")
     parser.add_argument("--data", default="shapes", help="for --part named")
     parser.add_argument("--without-attacks", action="store_true", help="only checks that take seconds")
+    parser.add_argument("--check", action="append", default=[], help="only these checks")
     parser.add_argument("--weak", action="store_true", help="also broken defenses that hide little or nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/validate-diagnosis"))
     options = parser.parse_args()
@@ -236,6 +237,7 @@ def main() -> None:
     hides, broken, honest, without_training, by_name = (Results(options.out / f"{name}.json") for name in PARTS)
     tables = []
     checks = without_attacks() if options.without_attacks else CHECKS
+    checks = [each for each in checks if not options.check or each.identifier in options.check]
     defenses: list[BrokenDefense] = chosen(BROKEN_DEFENSES, options.half, options.only)
     for each in defenses:
         if "hides" in parts:

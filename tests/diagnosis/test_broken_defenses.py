@@ -11,9 +11,10 @@ import pytest
 from torch import nn
 
 from vitadel.adapters.adapted_model import open_model
-from vitadel.diagnosis.checks import OK
+from vitadel.diagnosis.checks import OK, SUSPICIOUS
+from vitadel.diagnosis.checks.gradients import gain_ratio
 from vitadel.diagnosis.examination import Examination
-from vitadel.diagnosis.gallery import BROKEN_DEFENSES
+from vitadel.diagnosis.gallery import BROKEN_DEFENSES, HONEST_MODELS
 from vitadel.diagnosis.run import CHECKS, DiagnosisRequest, examination_of, run_checks
 from vitadel.evaluation.engine.target import open_target
 from vitadel.runtime.distributed import join_processes
@@ -49,6 +50,19 @@ def test_every_check_has_a_broken_defense_or_a_test():
     tests = (Path(__file__).parent / "test_checks.py").read_text()
     without = [check for check in CHECKS if check.identifier not in raised]
     assert [check.identifier for check in without if f".{check.run.__name__}(" not in tests] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "jumps"),
+    [("k-winners, strength 0.1", True), ("quantization-aware, 8 bits", False), ("bfloat16 inside", False)],
+)
+def test_sparse_activations_break_promises_at_the_border_and_rounding_is_no_such_thing(name, jumps):
+    (member,) = [each for each in (*BROKEN_DEFENSES, *HONEST_MODELS) if each.name == name]
+    verdict, evidence = gain_ratio(examination(member.make(), FEW))
+    assert all(0.4 < share < 3 for share in evidence["median share of the promise kept, clean"])
+    assert ("median share of wild steps at the border" in evidence) == jumps
+    assert verdict == (SUSPICIOUS if jumps else OK)
 
 
 @pytest.mark.slow

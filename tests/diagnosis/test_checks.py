@@ -15,6 +15,7 @@ from vitadel.diagnosis.checks import attack_comparisons as comparisons
 from vitadel.diagnosis.checks import attention_saturation as attention
 from vitadel.diagnosis.checks.attack_comparisons import train_student
 from vitadel.diagnosis.examination import LEVELS, Examination, level_named, probing_threat
+from vitadel.diagnosis.gallery.inside import k_winners
 from vitadel.errors import UserError
 
 toy = cache(trained_toy)
@@ -534,3 +535,45 @@ def test_ripples_between_rounding_and_budget_are_found(period):
 
     verdict, evidence = gradients.gain_ratio(bright(rippled))
     assert verdict == SUSPICIOUS, evidence
+
+
+def layers(activation: nn.Module) -> Examination:
+    """Two hidden layers with random weights, examined on their own answers."""
+    generator = torch.Generator().manual_seed(0)
+    wide, narrow = nn.Linear(512, 512), nn.Linear(512, 4)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 512), activation, wide, activation, narrow).eval()
+    for weight in net.parameters():
+        if weight.ndim > 1:
+            nn.init.orthogonal_(weight, 2.0, generator=generator)
+        else:
+            nn.init.zeros_(weight)
+    x = torch.rand(24, 3, 8, 8, generator=generator)
+    return Examination(net, x, net(x).argmax(1).detach(), eps=0.05)
+
+
+def test_an_output_that_jumps_is_found_though_single_steps_deliver():
+    verdict, evidence = gradients.gain_ratio(layers(k_winners(0.3)))
+    for start in ("clean", "noisy"):
+        assert all(0.6 < share < 3 for share in evidence[f"median share of the promise kept, {start}"])
+    assert evidence["median share of wild steps at the border"] > 0.3
+    assert verdict == SUSPICIOUS
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh()])
+def test_kinks_and_curvature_do_not_jump(activation):
+    verdict, evidence = gradients.gain_ratio(layers(activation))
+    assert evidence["median share of wild steps at the border"] <= 0.02
+    assert evidence["n, border"] == 24
+    assert verdict == OK
+
+
+def test_steps_that_rounding_decides_are_left_to_other_checks():
+    """As after quantization-aware training: the shortest steps deliver nothing or a whole step of the grid."""
+
+    class Rounded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.tanh() + ((8 * x.tanh()).round() / 8 - x.tanh()).detach()
+
+    verdict, evidence = gradients.gain_ratio(layers(Rounded()))
+    assert "median share of wild steps at the border" not in evidence
+    assert verdict == OK

@@ -42,6 +42,9 @@ promise or took it, and their ratios and gains."""
 FEW = 8
 """Samples of which no median is taken."""
 
+WILD = 0.15
+"""The share of wild ones among the cornered steps of the median sample, above which the output jumps."""
+
 _EDGES = (STEP * 2 * SCALES[0], STEP * 2 * SCALES[1])  # between the scales, in units of eps
 _ALIGNED = 0.15  # least promise of a free step, in units of that of the steepest step of its length
 _MOST = 2.0  # ratios are clipped to -_MOST .. _MOST, so that no single step decides a mean

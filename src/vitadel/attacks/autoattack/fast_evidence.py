@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitadel.attacks.attention_scaling.gaps import SATURATED
 from vitadel.attacks.autoattack.sentinel_probe import KEPT, ONE_HOT
-from vitadel.attacks.gain_ratio import FEW, GAINS, SCALES, STEP, are_broken, mean_over_steps
+from vitadel.attacks.gain_ratio import FEW, GAINS, SCALES, STEP, WILD, are_broken, mean_over_steps
 from vitadel.attacks.per_sample import SampleInfo
 from vitadel.attacks.wrappers import StageResult
 from vitadel.statistics import binomial_tail, exceeds_share
@@ -52,7 +52,6 @@ _MASKED = 0.2  # the same share of a masked model, or more
 _ALARM, _CLEAR = 0.01, 0.05  # chance of an alarm at the first share, and of none at the second
 _AHEAD = 0.01  # Square is closer by more than this share of the margin
 _KEPT = 0.35  # free steps of honest models deliver more than this share of their promise
-_WILD = 0.15  # share of the cornered steps that may gain or lose more than twice their promise
 _TARGETED = 0.2  # share of the samples left by other losses that runs towards targets may break
 _TOLERATED = 0.002  # share of the samples that may be missed by giving up
 _MISSED = 0.05  # chance that more was missed than the bound says
@@ -234,10 +233,10 @@ class FastEvidence:
                 f"steps along the gradient delivered {100 * self.kept_promise:.0f} % of what it promised, in honest "
                 f"models it is more than {100 * _KEPT:.0f} %"
             )
-        if self.wild_steps > _WILD:
+        if self.wild_steps > WILD:
             signs.append(
                 f"{100 * self.wild_steps:.0f} % of the steps at the border of the budget changed the loss by more than "
-                f"twice what the gradient promised, in honest models less than {100 * _WILD:.0f} %: the output jumps"
+                f"twice what the gradient promised, in honest models less than {100 * WILD:.0f} %: the output jumps"
             )
         for start, kept in self.kept_from.items():
             if are_broken(kept):

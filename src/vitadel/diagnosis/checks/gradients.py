@@ -7,7 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitadel.attacks.gain_ratio import FEW, SCALES, STEP, are_broken, kept_promises
+from vitadel.attacks.apgd import APGD
+from vitadel.attacks.gain_ratio import (
+    FEW,
+    GAINS,
+    SCALES,
+    STEP,
+    WILD,
+    are_broken,
+    kept_promises,
+    mean_over_steps,
+    measure_gains,
+)
+from vitadel.attacks.goals import OnLogits
 from vitadel.attacks.losses import cross_entropy, margin
 from vitadel.attacks.threats import make_threat
 from vitadel.diagnosis.checks import BROKEN, MODULES, OK, SUSPICIOUS, NotExamined, Outcome, check
@@ -20,6 +32,8 @@ from vitadel.types import Loss
 _LOW, _WIDTH = 0.0213, 0.9571
 _REACH = 0.1  # of the distance to the decision boundary
 _STAY = 0.1  # of the images, whose output may be constant nearby
+_SEARCH = 10  # steps towards the border of the budget and along it
+_SHORT, _EXACT = 1 / 256, 0.1  # so short a step, in units of eps, delivers what is promised up to this share
 _FINE = 0.35  # the slope error of moves by eps, up to which a staircase is fine and its replaced gradient right
 
 
@@ -240,11 +254,13 @@ def uninformative_gradients(e: Examination) -> Outcome:
     return (SUSPICIOUS if wilson(hits, n)[1] < 0.9 else OK), {"gradient beats random": hits / n, "n": n}
 
 
-@check("gain-ratio", "Steps do not deliver what gradients promise", cost=(2, 8), next="square")
+@check("gain-ratio", "Steps do not deliver what gradients promise", cost=(3 + _SEARCH, 10), next="square")
 def gain_ratio(e: Examination) -> Outcome:
     """Raised if steps along the gradient, of a quarter, one and four times an attack's length, deliver on most images
     clearly less of the way to another class than the gradient promises, or far more; or if for many images they
-    deliver nothing at all. Clean images and noisy ones are judged apart.
+    deliver nothing at all. Clean images and noisy ones are judged apart. Also raised if more than 15 % of the steps
+    that a short search makes in a corner of the budget change the margin by more than twice the promise, although
+    gradients are right for the shortest steps: the output jumps.
 
     Why it matters: gradients may be correct at a point and say nothing about moves of an attack's size: ripples, steep
     staircases and sparse activations hide between the scale of rounding and that of the budget. The median share of
@@ -266,7 +282,31 @@ def gain_ratio(e: Examination) -> Outcome:
         evidence[f"images where steps deliver nothing, {name}"] = (kept <= 0).sum(0).tolist()
         evidence[f"n, {name}"] = len(kept)
         raised |= are_broken(kept)
+    wild = _wild_steps(e)
+    if len(wild) >= FEW:
+        evidence["median share of wild steps at the border"] = round(float(wild.median()), 3)
+        evidence["n, border"] = len(wild)
+        raised |= float(wild.median()) > WILD
     if not evidence:
         raise NotExamined(f"fewer than {FEW} images are classified correctly, with and without noise")
     evidence["lengths, in units of eps"] = [round(STEP * scale, 4) for scale in SCALES]
     return (SUSPICIOUS, evidence | _modules(e)) if raised else (OK, evidence)
+
+
+def _wild_steps(e: Examination) -> Tensor:
+    """The share of wild steps among those of a search in a corner of ball and box, for each correct image that has any.
+
+    Empty if not even the shortest steps deliver what is promised: values are rounded on the way, as in half precision
+    or after quantization-aware training, and `staircase` and `wrong-gradients` judge whether that hides anything.
+    """
+    search = APGD(e.threat, OnLogits(margin), _SEARCH, stop_when_fooled=False)
+    errors, shares = [e.x.new_zeros(0).double()], [e.x.new_zeros(0).double()]
+    for rows in e.correct.nonzero()[:, 0].split(e.batch_size):
+        x, y, rng = e.x[rows], e.y[rows], e.rng[rows].stream("wild")
+        start = e.threat.random(x, rng, surface=True)
+        errors.append((measure_gains(e.model, start, y, e.threat, (_SHORT * e.eps,)).ratio[0] - 1).abs())
+        _, info = search.run_with_info(e.model, x, y, rng)
+        shares.append(mean_over_steps(info[GAINS], "wild", "cornered"))
+    exact = torch.cat(errors) <= _EXACT  # not where nothing is promised
+    wild = torch.cat(shares)
+    return wild[~wild.isnan()] if int(exact.sum()) > len(exact) / 2 else wild[:0]
