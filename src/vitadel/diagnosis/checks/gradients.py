@@ -33,7 +33,7 @@ _LOW, _WIDTH = 0.0213, 0.9571
 _REACH = 0.1  # of the distance to the decision boundary
 _STAY = 0.1  # of the images, whose output may be constant nearby
 _SEARCH = 10  # steps towards the border of the budget and along it
-_SHORT, _EXACT = 1 / 256, 0.1  # so short a step, in units of eps, delivers what is promised up to this share
+_SHORT, _EXACT = 1 / 1024, 0.1  # so short a step, in units of eps, delivers what is promised up to this share
 _FINE = 0.35  # the slope error of moves by eps, up to which a staircase is fine and its replaced gradient right
 
 
