@@ -142,6 +142,25 @@ def test_a_preempted_job_saves_and_is_queued_again(tmp_path: Path):
     assert ended[0].endswith("exit code 130")
 
 
+def test_a_signal_while_the_system_forgets_the_command_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A handler that waits for the lock of the wait that it interrupts waits forever."""
+    pytest.importorskip("submitit")
+    job = LaunchedCommand((), str(tmp_path), (sys.executable, "-c", ""))
+    forget, again = subprocess.Popen._try_wait, []
+
+    def interrupted(process: subprocess.Popen[bytes], options: int) -> tuple[int, int]:
+        found = forget(process, options)
+        again.append(job.checkpoint())
+        return found
+
+    monkeypatch.setattr(subprocess.Popen, "_try_wait", interrupted)
+    thread = threading.Thread(target=job, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [each.function for each in again] == [job]
+
+
 AS_A_JOB = "import sys; from submitit.core.submission import process_job; process_job(sys.argv[1])"
 
 

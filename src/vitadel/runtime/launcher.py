@@ -70,10 +70,12 @@ class LaunchedCommand:
     folder: str  # where it was typed: paths may be relative
     program: tuple[str, ...] = (sys.executable, "-m", "vitadel")
     process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False, compare=False)
+    code: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __call__(self) -> int:
         self.process = subprocess.Popen([*self.program, *self.words], cwd=self.folder)
-        code = self.process.wait()
+        code = self._exit_code(self.process)
+        self.process.wait()  # the system can forget it now
         if code in _PREEMPTED:
             _queue_again()  # does not return where submitit listens
         if code:
@@ -83,21 +85,27 @@ class LaunchedCommand:
     def checkpoint(self) -> Any:
         """Called by submitit when the job is about to be preempted: save, end, and queue the same command again."""
         if self.process is not None:
-            self.process.send_signal(signal.SIGTERM)
-            code = self._ended(self.process)
+            if self.code is None:
+                os.kill(self.process.pid, signal.SIGTERM)  # `send_signal` looks first whether it has ended
+            code = self._exit_code(self.process)
             if code not in (0, *_PREEMPTED):
                 raise RuntimeError(f"vitadel {' '.join(self.words)} could not save its state: exit code {code}")
         return _submitit().helpers.DelayedSubmission(LaunchedCommand(self.words, self.folder, self.program))
 
-    @staticmethod
-    def _ended(process: subprocess.Popen[bytes]) -> int:
-        """The exit code, without a lock: `checkpoint` runs in a signal handler, in the middle of `wait`."""
-        try:
-            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # waited for already
-            return process.wait()
-        assert found is not None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    def _exit_code(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait without a lock: `checkpoint` runs in a signal handler, at any point of another wait.
+
+        `Popen.wait` holds a lock when the system forgets the process, so the code is kept here before.
+        """
+        if self.code is None:
+            try:
+                found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:  # another thread was faster, and has kept the code
+                found = None
+            if found is not None:
+                self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        assert self.code is not None
+        return self.code
 
 
 def _queue_again() -> None:
