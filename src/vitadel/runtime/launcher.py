@@ -86,7 +86,7 @@ class LaunchedCommand:
         """Called by submitit when the job is about to be preempted: save, end, and queue the same command again."""
         if self.process is not None:
             if self.code is None:
-                os.kill(self.process.pid, signal.SIGTERM)  # `send_signal` looks first whether it has ended
+                os.kill(self.process.pid, signal.SIGTERM)  # `send_signal` would take the code of one that has ended
             code = self._exit_code(self.process)
             if code not in (0, *_PREEMPTED):
                 raise RuntimeError(f"vitadel {' '.join(self.words)} could not save its state: exit code {code}")
